@@ -27,7 +27,8 @@ from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.distillation import Distillation, model_probabilities
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 ALONE, COMPUTED, KEPT = "labels alone", "computed", "kept"
@@ -51,7 +52,7 @@ def main(values: flags.FlagValues) -> None:
     labels = np.arange(values.batch, dtype=np.int32) % _CLASSES
     soft = np.full((values.batch, _CLASSES), 1 / _CLASSES, np.float32)
     distillation = Distillation(_teacher(values.teacher, images), 0.9, 4.0)
-    optimizer = make_optimizer("muon", learning_rate=0.1, num_steps=100, steps_per_epoch=100)
+    optimizer = optimizer_of(TrainSettings(optimizer="muon", learning_rate=0.1, num_epochs=1), steps_per_epoch=100)
     cases = make_cases(distillation, images, labels, soft)
     params = jax.device_get(whiten(spec, init_params(spec, jax.random.key(0)), images[:100] / np.float32(255)))
     calls: dict[str, Callable] = {}

@@ -20,7 +20,8 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.calibration import whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 
@@ -36,7 +37,7 @@ def main(values: flags.FlagValues) -> None:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (values.batch, 32, 32, 3), np.uint8)
     batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
-    optimizer = make_optimizer("muon", learning_rate=0.1, num_steps=100, steps_per_epoch=100)
+    optimizer = optimizer_of(TrainSettings(optimizer="muon", learning_rate=0.1, num_epochs=1), steps_per_epoch=100)
     params = jax.device_get(whiten(apart, init_params(apart, jax.random.key(0)), images[:100] / np.float32(255)))
     steps, calls = {}, {}
     for name, spec in specs.items():

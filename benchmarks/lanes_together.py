@@ -26,7 +26,8 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv, conv_spectral
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 STEPS = {"mlcn1:w2*32": (1, 2, 4, 8, 32), "mlcn2:w2*32": (1, 2, 4, 8, 32)}  # lanes, and how many of them at once
@@ -70,7 +71,7 @@ def steps(lanes: str, counts: Sequence[int]) -> dict[str, Callable[[], Any]]:
     spec = ModelSpec("mlcn", (32, 32, 3), 10, lanes=lanes)
     images = np.random.default_rng(0).integers(0, 256, (_BATCH, 32, 32, 3), np.uint8)
     batch = (images, np.arange(_BATCH, dtype=np.int32) % 10)
-    optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=100, steps_per_epoch=100)
+    optimizer = optimizer_of(TrainSettings(), steps_per_epoch=100)
     params = jax.device_get(init_params(spec, jax.random.key(0)))
 
     def one(count: int) -> Callable[[], Any]:

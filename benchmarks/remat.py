@@ -25,7 +25,8 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import remat
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 MOST = {"memory": 0.5, "time": 1.35}  # of `full`, over `none`
@@ -47,7 +48,7 @@ def main(values: flags.FlagValues) -> None:
     spec = ModelSpec("mlcn", shape, 10, lanes=values.lanes)
     images = np.random.default_rng(0).integers(0, 256, (values.batch, *shape), np.uint8)
     batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
-    optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=100, steps_per_epoch=100)
+    optimizer = optimizer_of(TrainSettings(), steps_per_epoch=100)
     params = jax.device_get(init_params(spec, jax.random.key(0)))
     steps, calls, compile_seconds = {}, {}, {}
     policies = dict(POLICIES)

@@ -52,7 +52,7 @@ from mlcn_jax.files import markdown, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import mesh_runner, step
-from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.optimizer import optimizer_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

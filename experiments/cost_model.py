@@ -3,8 +3,9 @@
     python -m experiments.cost_model --cores=1
 
 Measures what `mlcn_jax profile` does and, in the same rounds, every other lane of width and depth 1..5 and some groups
-of equal lanes, at both batch sizes; of `resnet` lanes, widths and depths up to 4. A profile is fitted to the former and
-judged on the latter; `--profile` judges one that was measured before, and with it how the machine has changed since.
+of equal lanes, at both batch sizes; of `resnet` lanes, widths and depths up to 4, and those of `configs/resnet_*.py` at
+the batch that they are trained with, five times the largest measured. A profile is fitted to the former and judged on
+the latter; `--profile` judges one that was measured before, and with it how the machine has changed since.
 The thesis's formulas stand beside, scaled by the one factor that suits them best. Writes
 `experiments/results/cost_model.json` and `.png`, with `--profile` `cost_model_stored.json` and `.png`.
 """
@@ -33,6 +34,8 @@ from mlcn_jax.placement.profile import DeviceProfile
 _LARGEST = 5  # width and depth
 _LARGEST_RESIDUAL = 4
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2, resnet:w2d2*2, resnet:w1d1*4"
+_RECIPES = "resnet:w2d2, resnet:w3d2, resnet:w4d2, resnet:w6d2"
+_RECIPE_BATCH = 500
 
 
 def held_out() -> list[lanes.LaneGroup]:
@@ -63,7 +66,7 @@ def judge(
                 "batch_size": batch_size,
                 "seconds": seconds["held out", group, batch_size],
                 "predicted_seconds": profile.stack_seconds([one] * group.count, batch_size),
-                "published_cost": cost.published_seconds(group.spec) * group.count * batch_size,
+                "published_cost": cost.published_cost(group.spec) * group.count * batch_size,
                 "bytes": program.bytes,
                 "predicted_bytes": profile.lane_bytes(one, batch_size) * group.count,
                 "published_bytes": cost.published_memory_bytes(group.spec) * group.count,
@@ -147,7 +150,8 @@ def main(values: flags.FlagValues) -> None:
     with measure_machine.measuring(values) as finish:
         lab = measure_device.Lab(measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype))
         fitted = measure_device.make_programs(lab)
-        keys = itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
+        keys = list(itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES))
+        keys += [(group, _RECIPE_BATCH) for group in parse_lanes(_RECIPES)]
         others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
         seconds = measure_device.typical_seconds({**fitted, **others}, values.rounds)
         machine = finish()
@@ -157,6 +161,8 @@ def main(values: flags.FlagValues) -> None:
     else:
         profile = measure_device.make_profile(lab, fitted, seconds, **machine)
     rows = judge(lab, profile, others, seconds)
+    recipes = [row for row in rows if row["batch_size"] == _RECIPE_BATCH]
+    rows = [row for row in rows if row["batch_size"] != _RECIPE_BATCH]
     singles = [row for row in rows if row["lanes"].endswith("*1")]
     groups = [row for row in rows if not row["lanes"].endswith("*1")]
     kinds = list(dict.fromkeys(row["lanes"].partition(":")[0] for row in singles))
@@ -167,8 +173,9 @@ def main(values: flags.FlagValues) -> None:
         **host.environment(),
         "lanes": summarize(singles),
         "groups": summarize(groups),
+        "recipes": summarize(recipes),
         "by_kind": {kind: summarize([row for row in singles if row["lanes"].startswith(f"{kind}:")]) for kind in kinds},
-        "rows": rows,
+        "rows": rows + recipes,
         "profile": profile.to_dict(),
     }
     RESULTS.mkdir(exist_ok=True)
@@ -179,7 +186,8 @@ def main(values: flags.FlagValues) -> None:
     print(table(results["lanes"]))
     for kind, found in results["by_kind"].items():
         print(table({f"{kind}: {name}": accuracies for name, accuracies in found.items()}))
-    print(table({f"groups: {name}": found for name, found in results["groups"].items()}))
+    for what in ("groups", "recipes"):
+        print(table({f"{what}: {name}": found for name, found in results[what].items()}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, make_train_step
 
 # Fields in which each differs from the published method; `scale` multiplies the start values of `capsule_weights`.

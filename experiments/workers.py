@@ -30,7 +30,8 @@ from mlcn_jax.launch import program
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training.session import optimizer_of, plan_of, step_options
+from mlcn_jax.training.optimizer import optimizer_of
+from mlcn_jax.training.session import plan_of, step_options
 
 _YARDSTICK_STEPS = 2
 _PORTS = itertools.cycle(range(20_000, 30_000))  # in a network namespace, whose connections use those above

@@ -32,9 +32,11 @@ def cost_model() -> str:
     rows = [row(title, result["lanes"][name]) for name, title in names.items()]
     for kind, found in result.get("by_kind", {}).items():
         rows += [row(f"{kind}: {what}, device profile", found[what]) for what in ("seconds", "memory")]
-    groups = [row(title, result["groups"][name]) for name, title in names.items()]
-    single, grouped = table_of(f"single lanes | {header}", rows), table_of(f"groups of equal lanes | {header}", groups)
-    return f"{single}\n\n{grouped}\n\n{measured_on(result)}"
+    tables = [table_of(f"single lanes | {header}", rows)]
+    for key, what in (("groups", "groups of equal lanes"), ("recipes", "residual lanes at batch 500")):
+        if key in result:
+            tables.append(table_of(f"{what} | {header}", [row(title, result[key][n]) for n, title in names.items()]))
+    return "\n\n".join([*tables, measured_on(result)])
 
 
 @place

@@ -43,7 +43,7 @@ def describe(
             "step_flops": one.step_flops(batch_size),
             "step_bytes": one.step_bytes(batch_size),
             "held_bytes": one.held_bytes(batch_size),
-            "published_relative_seconds": cost.published_seconds(lane),
+            "published_relative_seconds": cost.published_cost(lane),
             "published_memory_bytes": cost.published_memory_bytes(lane),
         }
 

@@ -19,7 +19,8 @@ from mlcn_jax.placement import bounds, cost, work
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
 from mlcn_jax.training import splits
-from mlcn_jax.training.session import optimizer_of, step_options
+from mlcn_jax.training.optimizer import optimizer_of
+from mlcn_jax.training.session import step_options
 from mlcn_jax.training.step import TrainState, head_loss, make_train_step
 
 _STEPS_PER_EPOCH = 1000  # learning rates depend on it, work does not

@@ -15,7 +15,8 @@ from mlcn_jax.nn.remat import OFFLOAD
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement.cost import compiled_memory_bytes
 from mlcn_jax.training.accumulate import check_parts
-from mlcn_jax.training.session import check_remat, optimizer_of, step_options
+from mlcn_jax.training.optimizer import optimizer_of
+from mlcn_jax.training.session import check_remat, step_options
 from mlcn_jax.training.step import TrainState, make_train_step
 
 _STEPS_PER_EPOCH = 1000  # learning rates depend on it, memory does not

@@ -31,7 +31,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import MEASURED_KINDS, DeviceProfile, head_features
 from mlcn_jax.settings import ParallelSettings
-from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, head_loss, make_train_step
 
 BATCH_SIZES = (50, 100)

@@ -35,8 +35,8 @@ from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, WriteError
-from mlcn_jax.training.optimizer import at_step
-from mlcn_jax.training.session import check_learned, check_remat, open_session, optimizer_of
+from mlcn_jax.training.optimizer import at_step, optimizer_of
+from mlcn_jax.training.session import check_learned, check_remat, open_session
 from mlcn_jax.training.teacher import Teacher, stored_digests
 from mlcn_jax.training.trained import describe_model, load_trained, restore_best
 

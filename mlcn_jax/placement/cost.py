@@ -242,7 +242,7 @@ def check_fits_memory(spec: ModelSpec, memory_bytes: int) -> None:
         )
 
 
-def published_seconds(spec: lanes.LaneSpec) -> float:
+def published_cost(spec: lanes.LaneSpec) -> float:
     """Cost of a lane on the fastest device by the published formula, `width^2 * depth`, in arbitrary units.
 
     Source: do Rosario 2021 (thesis), chapter 5.

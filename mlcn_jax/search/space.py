@@ -225,7 +225,7 @@ def make_space(
 
     With published costs, lanes take what the thesis's formulas say, whatever their kind, the images and the batch:
     memory by its formula 6.1 (`cost.published_memory_bytes`), its constant part for every lane; and, for lack of a
-    formula of a lane's FLOPs, its cost of a lane in chapter 5, `width^2 * depth` (`cost.published_seconds` on the
+    formula of a lane's FLOPs, its cost of a lane in chapter 5, `width^2 * depth` (`cost.published_cost` on the
     fastest device). `flops` is then a multiple of the baseline's cost, and no memory is set aside for the decoder.
 
     Args:
@@ -247,7 +247,7 @@ def make_space(
     menu = [LaneSpec(k, w, d) for k in kinds for w in range(1, max_width + 1) for d in range(1, max_depth + 1)]
 
     def load_of(lane: LaneSpec) -> float:
-        return cost.published_seconds(lane) if published else float(cost.cost_of(spec, lane).step_flops(batch_size))
+        return cost.published_cost(lane) if published else float(cost.cost_of(spec, lane).step_flops(batch_size))
 
     def bytes_of(lane: LaneSpec) -> float:
         if published:

@@ -22,7 +22,8 @@ from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import check_statistics
-from mlcn_jax.training.session import calibration_images, optimizer_of, step_options, whiten_from
+from mlcn_jax.training.optimizer import optimizer_of
+from mlcn_jax.training.session import calibration_images, step_options, whiten_from
 from mlcn_jax.training.stack_programs import Stack
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState

@@ -18,22 +18,7 @@ _SCHEDULES = (optax.ScaleByScheduleState.__name__,)  # optimizer states that cou
 _NEWTON_SCHULZ_STEPS = 3
 
 
-def make_optimizer(
-    name: str,
-    *,
-    learning_rate: float,
-    num_steps: int,
-    steps_per_epoch: int,
-    lr_decay: float = TrainSettings.lr_decay,
-    warmup_steps: int = 0,
-    weight_decay: float = TrainSettings.weight_decay,
-    clip_norm: float = TrainSettings.clip_norm,
-    momentum: float = TrainSettings.momentum,
-    bias_learning_rate: float = TrainSettings.bias_learning_rate,
-    head_learning_rate: float = TrainSettings.head_learning_rate,
-    whitening_epochs: float = TrainSettings.whitening_epochs,
-    lookahead: float = TrainSettings.lookahead,
-) -> optax.GradientTransformation:
+def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
     """The optimizer of a run.
 
     * `adam`: as published, its rate multiplied by `lr_decay` after each epoch; epsilon is 1e-7, the default of Keras,
@@ -44,47 +29,40 @@ def make_optimizer(
       normalisation, the head, and the whitening's bias by Nesterov SGD with rates of their own; all other parameters,
       such as the decoder's and those of published lanes, by AdamW with a peak rate of 0.001.
 
-    Args:
-      name: `adam`, `adamw`, `sgd` or `muon`.
-      learning_rate: initial rate of Adam, peak rate of AdamW; of the convolutions under `sgd` and `muon`.
-      num_steps: steps of the entire run, at the end of which the rate is zero (not for Adam).
-      steps_per_epoch: steps after which Adam's rate decays.
-      lr_decay: decay factor of Adam's rate.
-      warmup_steps: steps of the warm-up; where these are the entire run or more, half of it, so that rates fall too.
-      weight_decay: of AdamW; of `sgd` and `muon` the share of a weight that is added to its gradient, times the peak
-        rate. Muon's kernels, of constant norm, and the whitening's bias have none.
-      clip_norm: largest global norm of the gradient; 0 turns clipping off.
-      momentum: of the convolutions under `sgd` and `muon`.
-      bias_learning_rate, head_learning_rate: peak rates of the biases and of the head under `sgd` and `muon`.
-      whitening_epochs: epochs over which the rate of the whitening's bias falls from its peak to zero.
-      lookahead: weight of the slow weights at the end of the run; 0 turns Lookahead off.
+    Muon's kernels, of constant norm, and the whitening's bias have no weight decay.
 
     Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`; Zhang et al. 2019,
     arXiv 1907.08610, for Lookahead.
     """
+    name, rate, decay = settings.optimizer, settings.learning_rate, settings.weight_decay
+    num_steps = settings.num_epochs * steps_per_epoch
+    warmup_steps = round(min(settings.warmup_epochs * steps_per_epoch, num_steps))
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2
     if name == "adam":
-        optimizer = optax.adam(_staircase(learning_rate, steps_per_epoch, lr_decay), eps=1e-7)
+        optimizer = optax.adam(_staircase(rate, steps_per_epoch, settings.lr_decay), eps=1e-7)
     elif name == "adamw":
-        rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps)
-        optimizer = optax.adamw(rate, weight_decay=weight_decay)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup_steps, num_steps)
+        optimizer = optax.adamw(schedule, weight_decay=decay)
     else:
         shape = _triangle(warmup_steps, num_steps)
-        sgd = _nesterov(learning_rate, shape, weight_decay, momentum)
+        whitening = _falling(settings.whitening_epochs * steps_per_epoch)
+        sgd = _nesterov(rate, shape, decay, settings.momentum)
         parts = {
-            "kernel": sgd if name == "sgd" else _muon(learning_rate, shape, momentum),
-            "bias": _nesterov(bias_learning_rate, shape, weight_decay),
-            "head": _nesterov(head_learning_rate, shape, weight_decay),
-            "whitening": _nesterov(bias_learning_rate, _falling(whitening_epochs * steps_per_epoch)),
+            "kernel": sgd if name == "sgd" else _muon(rate, shape, settings.momentum),
+            "bias": _nesterov(settings.bias_learning_rate, shape, decay),
+            "head": _nesterov(settings.head_learning_rate, shape, decay),
+            "whitening": _nesterov(settings.bias_learning_rate, whitening),
             "frozen": optax.set_to_zero(),
             "other": optax.adamw(lambda step: _OTHER_RATE * shape(step), weight_decay=1e-4),
         }
         optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
-    if lookahead:
-        optimizer = _lookahead(optimizer, lambda step: lookahead * (step / float(num_steps)) ** 3)
+    if settings.lookahead:
+        optimizer = _lookahead(optimizer, lambda step: settings.lookahead * (step / float(num_steps)) ** 3)
     optimizer = _without_frozen(optimizer)
-    return optax.chain(_clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
+    if settings.clip_norm:
+        return optax.chain(_clip_by_global_norm(settings.clip_norm), optimizer)
+    return optimizer
 
 
 _OTHER_RATE = 1e-3

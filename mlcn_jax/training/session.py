@@ -24,11 +24,11 @@ from mlcn_jax.nn.calibration import trained_shapes, whiten
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD, has_host_memory
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings
+from mlcn_jax.settings import DataSettings, ParallelSettings
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.evaluate import Scores
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.plan import Plan, make_plan
 from mlcn_jax.training.stacks_runner import check_independent
 from mlcn_jax.training.trained import describe_model
@@ -312,23 +312,3 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "accumulation_steps": config.train.accumulation_steps,
         "exchange_dtype": config.parallel.exchange_dtype,
     }
-
-
-def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
-    """The optimizer given by the settings."""
-    num_steps = settings.num_epochs * steps_per_epoch
-    return make_optimizer(
-        settings.optimizer,
-        learning_rate=settings.learning_rate,
-        num_steps=num_steps,
-        steps_per_epoch=steps_per_epoch,
-        lr_decay=settings.lr_decay,
-        warmup_steps=round(min(settings.warmup_epochs * steps_per_epoch, num_steps)),
-        weight_decay=settings.weight_decay,
-        clip_norm=settings.clip_norm,
-        momentum=settings.momentum,
-        bias_learning_rate=settings.bias_learning_rate,
-        head_learning_rate=settings.head_learning_rate,
-        whitening_epochs=settings.whitening_epochs,
-        lookahead=settings.lookahead,
-    )

@@ -14,8 +14,9 @@ from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv_winograd
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.settings import TrainSettings
 from mlcn_jax.training import loop
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_loss, make_train_step
 from mlcn_jax.training.trained import load_trained
 
@@ -176,7 +177,7 @@ def test_half_the_bytes_cross_in_bfloat16(rng):
 
 def compiled_step(rng, spec, data, lane, dtype="float32", clip_norm=0.0):
     mesh = mesh_lib.make_mesh(data, lane)
-    optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=10, steps_per_epoch=10, clip_norm=clip_norm)
+    optimizer = optimizer_of(TrainSettings(clip_norm=clip_norm), steps_per_epoch=10)
     params = made_params(spec)
     whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))

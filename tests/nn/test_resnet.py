@@ -15,6 +15,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import calibration, capsules, conv_winograd, lanes, losses, model, resnet, tracing
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import make_loss
 
 SPEC = ModelSpec("mlcn", (12, 12, 3), 4, lanes="resnet:w1d3*2", norm_group=4, decoder=(8,), label_smoothing=0.1)
@@ -385,18 +387,9 @@ def test_each_lane_sees_its_own_view(images, params):
 
 
 def test_muon_turns_kernels_and_keeps_their_norms_and_the_whitening(params, images):
-    from mlcn_jax.training.optimizer import make_optimizer
-
+    common = {"learning_rate": 0.1, "num_epochs": 5, "warmup_epochs": 0.0, "whitening_epochs": 1, "weight_decay": 1e-3}
     for name, lookahead in (("muon", 0.0), ("sgd", 0.0), ("adamw", 0.7)):
-        optimizer = make_optimizer(
-            *(name,),
-            learning_rate=0.1,
-            num_steps=10,
-            steps_per_epoch=2,
-            whitening_epochs=1,
-            weight_decay=1e-3,
-            lookahead=lookahead,
-        )
+        optimizer = optimizer_of(TrainSettings(optimizer=name, lookahead=lookahead, **common), steps_per_epoch=2)
         state, current = jax.jit(optimizer.init)(params), params
         update = jax.jit(optimizer.update)
         for step in range(6 if lookahead else 3):
@@ -415,10 +408,8 @@ def test_muon_turns_kernels_and_keeps_their_norms_and_the_whitening(params, imag
 
 
 def test_lookahead_equals_a_slow_loop(params):
-    from mlcn_jax.training.optimizer import make_optimizer
-
-    common = {"learning_rate": 0.1, "num_steps": 12, "steps_per_epoch": 6}
-    plain, ahead = make_optimizer("sgd", **common), make_optimizer("sgd", **common, lookahead=0.8)
+    settings = TrainSettings(optimizer="sgd", learning_rate=0.1, num_epochs=2, warmup_epochs=0.0)
+    plain, ahead = (optimizer_of(dataclasses.replace(settings, lookahead=x), 6) for x in (0.0, 0.8))
     start = params["encoder"]["resnet_w1d3"]["head"]
     tree = {"encoder": {"resnet_w1d3": {"head": start}}}
     state, current = ahead.init(tree), tree

@@ -137,7 +137,7 @@ def test_costs_of_an_mlcn2_lane_by_hand():
 
 def test_published_formulas():
     lane = lanes.LaneSpec("mlcn1", 4, 3)
-    assert cost.published_seconds(lane) == 48.0
+    assert cost.published_cost(lane) == 48.0
     assert cost.published_memory_bytes(lane) == (8 * 256 + 1832) * 2**20
 
 

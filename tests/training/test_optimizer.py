@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from mlcn_jax.training.optimizer import at_step, make_optimizer
-from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.settings import TrainSettings
+from mlcn_jax.training.optimizer import at_step, optimizer_of
 
 
 def moves_of(optimizer, steps):
@@ -86,8 +86,8 @@ def test_sgd_of_residual_lanes_is_that_of_pytorch(rng):
     tree = {"trunk": {"conv1_1": (), "norm1_1": {"bias": ()}, "whitening": {"bias": ()}}, "head": {"kernel": ()}}
     params = jax.tree.map(lambda _: rng.normal(size=3).astype(np.float32), tree, is_leaf=lambda leaf: leaf == ())
     rates = {"learning_rate": 0.1, "bias_learning_rate": 2.0, "head_learning_rate": 0.5}
-    common = {"num_steps": 8, "steps_per_epoch": 2, "warmup_steps": 0, "weight_decay": 0.05, "momentum": 0.6}
-    optimizer = make_optimizer("sgd", whitening_epochs=2, **rates, **common)
+    common = {"num_epochs": 4, "warmup_epochs": 0.0, "weight_decay": 0.05, "momentum": 0.6}
+    optimizer = optimizer_of(TrainSettings(optimizer="sgd", whitening_epochs=2, **rates, **common), steps_per_epoch=2)
     state = optimizer.init(params)
 
     slow = [
