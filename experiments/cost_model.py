@@ -38,7 +38,7 @@ _RECIPES = "resnet:w2d2, resnet:w3d2, resnet:w4d2, resnet:w6d2"
 _RECIPE_BATCH = 500
 
 
-def held_out() -> list[lanes.LaneGroup]:
+def held_out(image_shape: tuple[int, int, int]) -> list[lanes.LaneGroup]:
     """All lanes of the grid, as groups of one, that no profile is fitted to."""
     largest = dict.fromkeys(lanes.PUBLISHED_KINDS, _LARGEST) | {"resnet": _LARGEST_RESIDUAL}
     grid = [
@@ -46,7 +46,7 @@ def held_out() -> list[lanes.LaneGroup]:
         for kind, most in largest.items()
         for width, depth in itertools.product(range(1, most + 1), repeat=2)
     ]
-    fitted = {group.spec for group, _ in measure_device.fitted_lanes()}
+    fitted = {group.spec for group, _ in measure_device.fitted_lanes(image_shape)}
     return [lanes.LaneGroup(lane, 1) for lane in grid if lane not in fitted]
 
 
@@ -150,7 +150,9 @@ def main(values: flags.FlagValues) -> None:
     with measure_machine.measuring(values) as finish:
         lab = measure_device.Lab(measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype))
         fitted = measure_device.make_programs(lab)
-        keys = list(itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES))
+        keys = list(
+            itertools.product([*held_out(lab.spec.image_shape), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
+        )
         keys += [(group, _RECIPE_BATCH) for group in parse_lanes(_RECIPES)]
         others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
         seconds = measure_device.typical_seconds({**fitted, **others}, values.rounds)

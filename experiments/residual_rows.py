@@ -65,6 +65,8 @@ TRIALS = {
     "trial_cifar_w3_momentum": Row(*_W3, 11, {"train.momentum": 0.6}),
     "trial_cifar_w3_more_momentum": Row(*_W3, 11, {"train.momentum": 0.92}),
     "trial_cifar_w3_rate": Row(*_W3, 11, {"train.learning_rate": 0.18}),
+    "trial_cifar_w3_sgd": Row(*_W3, 11, {"train.optimizer": "sgd", "train.learning_rate": 0.7}),
+    "trial_cifar_w3_sgd_higher_rate": Row(*_W3, 11, {"train.optimizer": "sgd", "train.learning_rate": 2.0}),
     "trial_cifar_w3_lower_rate": Row(*_W3, 11, {"train.learning_rate": 0.08}),
     "trial_cifar_w3_head_rate": Row(*_W3, 11, {"train.head_learning_rate": 0.86}),
     "trial_cifar_w3_bias_rate": Row(*_W3, 11, {"train.bias_learning_rate": 13.0}),

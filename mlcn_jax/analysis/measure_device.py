@@ -43,6 +43,10 @@ _SIZES = (
 _GROUPS = (
     "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2, mlcn1:w2d1*8, mlcn2:w1d2*8, resnet:w2d1*4, resnet:w1d2*2"
 )
+# Measured with so many pixels, too, as in the recipes of residual lanes: then more of their convolutions are computed
+# by Winograd's products.
+_MANY_PIXELS = 500 * 32 * 32
+_LANES_OF_MANY = "resnet:w2d1, resnet:w3d1, resnet:w4d1, resnet:w2d3, resnet:w5d2"
 WHOLE_STEPS = (  # lanes and batch size of models whose training steps are measured
     ("mlcn1:w3*4,mlcn2:w2*4", BATCH_SIZES[0]),
     ("mlcn2:w3d2*4", BATCH_SIZES[1]),
@@ -194,19 +198,21 @@ def tiny_network() -> Program:
     return Program(conv.compiler_options(jax.default_backend(), chains=True), step, kernel, rows)
 
 
-def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
-    """The lanes to which a profile is fitted, as groups of one, each with both batch sizes."""
-    return [
+def fitted_lanes(image_shape: tuple[int, int, int]) -> list[tuple[lanes.LaneGroup, int]]:
+    """The lanes to which a profile is fitted, as groups of one: each at both batch sizes, some at a large one."""
+    both = [
         (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), batch_size)
         for width, depth in _SIZES
         for kind in MEASURED_KINDS
         for batch_size in BATCH_SIZES
     ]
+    many = max(*BATCH_SIZES, min(500, _MANY_PIXELS // math.prod(image_shape[:2])))
+    return both + [(group, many) for group in parse_lanes(_LANES_OF_MANY)]
 
 
 def make_programs(lab: Lab) -> dict[tuple, Program]:
     """The programs timed for a profile, keyed by what they compute, their lanes and their batch size."""
-    singles = fitted_lanes()
+    singles = fitted_lanes(lab.spec.image_shape)
     groups = list(zip(parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
     programs |= {("forward", *key): lab.lane_forward(*key) for key in singles if str(key[0].spec) in _FORWARDS}
