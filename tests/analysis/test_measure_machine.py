@@ -7,6 +7,9 @@ import pytest
 
 from mlcn_jax.analysis import measure_device, measure_machine
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.placement import cost
+from mlcn_jax.placement.profile import log_size
 
 
 def test_a_profile_is_of_a_dataset_or_of_images_of_ones_own():
@@ -17,6 +20,25 @@ def test_a_profile_is_of_a_dataset_or_of_images_of_ones_own():
     for wrong in ("photos", "48x48:12", "48x48x2:12", "0x48x3:12"):
         with pytest.raises(InputError, match=f"--data={wrong} is not one of .* nor HEIGHTxWIDTHxCHANNELS:CLASSES"):
             measure_device.lab_spec(wrong, "published", "float32")
+
+
+def test_layers_of_the_recipes_are_like_measured_ones_of_the_same_algorithm():
+    """At a batch of 500 more of them are computed by Winograd's products than at 50 and 100."""
+    spec = measure_device.lab_spec("cifar10", "published", "float32")
+
+    def sizes(lane, batch_size):
+        one = cost.cost_of(spec, lane)
+        return [
+            (layer.speed_class(form), log_size(layer))
+            for layer, form in zip(one.layers, one.forms("cpu", batch_size), strict=True)
+        ]
+
+    fitted = measure_device.fitted_lanes(spec.image_shape)
+    known = [pair for group, batch_size in fitted for pair in sizes(group.spec, batch_size)]
+    for width in (2, 3, 4, 6):
+        for name, size in sizes(LaneSpec("resnet", width, 2), 500):
+            assert min(abs(size - own) for of, own in known if of == name) < 0.75, (width, name, size)
+    assert {batch_size for _, batch_size in measure_device.fitted_lanes((96, 96, 3))} == {50, 100}
 
 
 def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest_in_each_step():
