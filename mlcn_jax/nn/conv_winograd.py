@@ -68,6 +68,12 @@ def parts_of(x_shape: tuple[int, ...], filters: int, pads: Pads) -> int:
     return batch // (small if 4 * small >= most else large)  # each part adds to the kernel's gradient
 
 
+def held_values(x_shape: tuple[int, ...], filters: int, pads: Pads) -> int:
+    """Transformed images and products of one part of a batch, in values: all that are held at a time."""
+    images = x_shape[0] // parts_of(x_shape, filters, pads)
+    return images * _WINDOW**2 * num_tiles(_outputs(x_shape, pads)) * (x_shape[-1] + filters)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def conv2d(x: Array, kernel: Array, stride: int, pads: Pads) -> Array:
     """`conv.conv2d` for shapes that it can do, with padding in pixels."""

@@ -13,10 +13,11 @@ from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, lanes, model
+from mlcn_jax.nn import conv, conv_winograd, lanes, model
 from mlcn_jax.nn.lane_losses import losses_of_group
 from mlcn_jax.nn.model import apply_model, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.profile import TILES
 
 _FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float32 whatever the compute dtype
 
@@ -119,7 +120,11 @@ class LaneCost:
         return [_form(layer.convolution, platform, batch_size, self._item_bytes) for layer in self.layers]
 
     def memory_features(self, platform: str, batch_size: int) -> dict[str, float]:
-        """Features for fitting the memory of a training step on a platform (`fit.fit_bytes`)."""
+        """Features for fitting the memory of a training step on a platform (`fit.fit_bytes`).
+
+        All grow with the batch or the parameters but one, the work space of Winograd's products, the largest of all
+        layers: a batch is convolved in parts.
+        """
         features: dict[str, float] = {
             "step": 1,
             "parameters": self.parameters,
@@ -133,6 +138,10 @@ class LaneCost:
             ):
                 key = f"{layer.family} {layer.name} after {layer.after}: {what}{form}".lstrip()
                 features[key] = features.get(key, 0) + size
+            if form == " by winograd" and layer.convolution:
+                shape, kernel, _, pads = layer.convolution
+                held = conv_winograd.held_values((batch_size, *shape), kernel[-1], pads)
+                features[TILES] = max(features.get(TILES, 0), held)
         return features
 
     @property

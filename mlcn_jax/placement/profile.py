@@ -26,6 +26,7 @@ from mlcn_jax.launch import program
 MEASURED_KINDS = ("mlcn1", "mlcn2", "resnet")  # of lanes in a profile
 FORM_BATCH = 50  # images in a step of which the forms of lanes are timed in training
 PROFILE_VERSION = 2  # a profile of format 1 lacks the fields that have a default, and is read with them
+TILES = "tiles by winograd"  # the memory feature of its work space (`LaneCost.memory_features`); old profiles lack it
 # Numbers in a profile must be finite, and 0 or more.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
@@ -165,6 +166,8 @@ class DeviceProfile:
           InputError: as for `lane_seconds`.
         """
         features = cost.memory_features(self.platform, max(batch_size, min(self.batch_sizes)))
+        if TILES not in self.lane_bytes_of:
+            features.pop(TILES, None)
         names = self._covered(cost, self.lane_bytes_of, features)
         return sum(self.lane_bytes_of[name] * size for name, size in zip(names, features.values(), strict=True))
 

@@ -9,6 +9,7 @@ from mlcn_jax.nn import lanes
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
+from mlcn_jax.placement.profile import TILES
 
 
 def test_flops_by_hand():
@@ -163,6 +164,15 @@ def test_memory_of_a_lane_is_predicted_without_compiling_it():
     for spec in (lanes.LaneSpec("mlcn1", 2, 1), lanes.LaneSpec("mlcn1", 2, 3)):
         predicted = sum(per_feature[name] * size for name, size in features(spec).items())
         assert 1.0 <= predicted / true_bytes(spec) <= 1.1
+
+
+def test_the_work_space_of_winograd_does_not_grow_with_the_batch_as_activations_do():
+    lane = cost.lane_cost(lanes.LaneSpec("resnet", 3, 2), lanes.LaneSettings(10), (32, 32, 3))
+    once, ten_times = (lane.memory_features("cpu", batch) for batch in (500, 5000))
+    assert 0 < ten_times[TILES] <= 2 * once[TILES]
+    name = "resnet conv 3x3 after conv 3x3: values by winograd"
+    assert ten_times[name] == 10 * once[name]
+    assert TILES not in lane.memory_features("cpu", 1), "all convolutions are native"
 
 
 @pytest.mark.parametrize("text", ["mlcn1:w2*3", "mlcn2:w1d3*2,mlcn1:w1d2"])

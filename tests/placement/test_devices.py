@@ -12,7 +12,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.nn import lanes
 from mlcn_jax.placement import fit
-from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.profile import TILES, DeviceProfile
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,17 @@ def test_a_form_that_was_not_measured_counts_as_one_that_was(profile):
     older = {name.partition(" by ")[0]: curve for name, curve in few.items()}
     found = [dataclasses.replace(profile, layer_seconds=known).lane_seconds(wide, 100) for known in (few, older)]
     assert found[0] == found[1] != profile.lane_seconds(wide, 100)
+
+
+def test_memory_is_predicted_from_profiles_that_do_not_know_the_work_space_of_winograd(profile):
+    wide = lane("mlcn1", 4, 3)
+    known = dict.fromkeys(wide.memory_features("cpu", 100), 1.0)
+    with_it, without = (
+        dataclasses.replace(profile, lane_bytes_of={name: x for name, x in known.items() if name not in left_out})
+        for left_out in ((), (TILES,))
+    )
+    found = [one.lane_bytes(wide, 100) for one in (with_it, without)]
+    assert found[0] - found[1] == wide.memory_features("cpu", 100)[TILES] > 0
 
 
 @pytest.mark.parametrize(
