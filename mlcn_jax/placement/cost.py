@@ -43,7 +43,7 @@ class Layer:
     outputs: int
     kernel: int
     family: str = ""
-    convolution: tuple[tuple[int, ...], tuple[int, ...], int, conv.Padding] | None = None
+    convolution: tuple[tuple[int, ...], tuple[int, ...], int, conv_winograd.Pads] | None = None
 
     @property
     def places(self) -> int:
