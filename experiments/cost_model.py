@@ -4,7 +4,7 @@
 
 Measures what `mlcn_jax profile` does and, in the same rounds, every other lane of width and depth 1..5 and some groups
 of equal lanes, at both batch sizes; of `resnet` lanes, widths and depths up to 4, and those of `configs/resnet_*.py` at
-the batch that they are trained with, five times the largest measured. A profile is fitted to the former and judged on
+the batch that they are trained with. A profile is fitted to the former and judged on
 the latter; `--profile` judges one that was measured before, and with it how the machine has changed since.
 The thesis's formulas stand beside, scaled by the one factor that suits them best. Writes
 `experiments/results/cost_model.json` and `.png`, with `--profile` `cost_model_stored.json` and `.png`.

@@ -122,8 +122,8 @@ class LaneCost:
     def memory_features(self, platform: str, batch_size: int) -> dict[str, float]:
         """Features for fitting the memory of a training step on a platform (`fit.fit_bytes`).
 
-        All grow with the batch or the parameters but one, the work space of Winograd's products, the largest of all
-        layers: a batch is convolved in parts.
+        The work space of Winograd's products, the largest of all layers, does not grow with a large batch, which is
+        convolved in parts.
         """
         features: dict[str, float] = {
             "step": 1,
