@@ -8,7 +8,6 @@ from typing import Any
 from tables.parts import (
     accuracy_text,
     commands_of,
-    curve_of,
     data_title,
     experiment,
     has_run,
@@ -111,25 +110,6 @@ def table_4_1_parameters() -> str:
         here = [f"{count:,}{', equal' if count == row.parameters else ''}" for count in counts]
         rows.append([row.title, f"{row.parameters:,}" if row.parameters else "-", *here])
     return table_of("model | parameters in the thesis | here, with the prior bias | without it", rows)
-
-
-@place
-def table_4_1_cpu() -> str:
-    result = experiment("table_4_1_cpu")
-    rows = []
-    for row in result["rows"]:
-        runs = [r for r in result["runs"] if r["facts"]["row"] == row["row"] and r["facts"]["column"] == "published"]
-        if not runs:
-            continue
-        rows.append(
-            [
-                row_title(row["row"], result["runs"]),
-                curve_of(runs[0]),
-                *(accuracy_text(row["accuracy"].get(column)) for column in ("per_class", "augmented", "tuned")),
-            ]
-        )
-    header = "test accuracy in % | as published, epochs 1 to 3 | `per_class`, epoch 3 | `augmented` | `tuned`"
-    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
 
 
 @place

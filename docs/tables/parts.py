@@ -117,10 +117,6 @@ def runs_line(runs: Sequence[Mapping[str, Any]], what: str = "run") -> str:
     return f"*{'; '.join(told)}.*"
 
 
-def curve_of(run: Mapping[str, Any]) -> str:
-    return ", ".join(f"{value:.2f}" for value in run["test_accuracy_per_epoch"][:3])
-
-
 def verdict(difference: float | None) -> str:
     if difference is None:
         return ""
