@@ -77,6 +77,7 @@ TRIALS = {
     "trial_cifar_w3_large_batch": Row(*_W3, 11, {"train.batch_size": 1000, "train.learning_rate": 0.17}),
     "trial_cifar_w3_large_groups": Row(*_W3, 11, {"model.norm_group": 500}),
     "trial_cifar_w3_smoothing": Row(*_W3, 11, {"model.label_smoothing": 0.1}),
+    "trial_cifar_w3_no_smoothing": Row(*_W3, 11, {"model.label_smoothing": 0.0}),
     "trial_cifar_w3_whole": Row(*_W3, 8, {"train.image_sizes": ""}),
     "trial_cifar_w3_small": Row(*_W3, 13, {"train.image_sizes": "16:0.3,24:0.7"}),
     "trial_cifar_w3_deeper": Row(0.11, "resnet_cifar", "resnet:w3d3*1", 8),
