@@ -83,6 +83,7 @@ TRIALS = {
     "trial_cifar_w3_deeper": Row(0.11, "resnet_cifar", "resnet:w3d3*1", 8),
     "trial_cifar_4xw2d2": Row(*_FOUR),
     "trial_cifar_4xw2d2_blend": Row(*_FOUR, {"model.ensemble_weight": 0.5}),
+    "trial_cifar_4xw2d2_no_smoothing": Row(*_FOUR, {"model.label_smoothing": 0.0}),
     "trial_cifar_4xw2d2_same_view": Row(*_FOUR, {"data.augment_lanes": False}),
     "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
     "trial_cifar_4xw3d2_bfloat16": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11, {"model.compute_dtype": "bfloat16"}),

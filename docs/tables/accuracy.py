@@ -250,6 +250,26 @@ def residual_trials() -> str:
 
 
 @place
+def own_images() -> str:
+    if not has_run("own_images_full"):
+        return "Not run yet."
+    result = experiment("own_images_full")
+    rows = [
+        [
+            f"`{row['recipe']}`, {row['part']} images",
+            f"{row['images']:,}",
+            *(row[name] for name in ("batch_size", "epochs")),
+            f"{row['flops'] / 1e15:.3f}",
+            *(accuracy_text(row[name]) for name in ("accuracy", "accuracy_flips")),
+            *(f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")),
+        ]
+        for row in result["rows"]
+    ]
+    header = "recipe | training images | batch | epochs | PFLOP | accuracy | with flips | NLL | ECE"
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+@place
 def signed_pixels() -> str:
     tuning, full = experiment("table_4_1_tuning_cpu"), experiment("table_4_1_full")
     gains = {
