@@ -44,11 +44,14 @@ VERSION = 1  # raised with every change after which results cannot stand beside 
 SCALES = {"smoke": Scale("smoke", 1, 1), "full": Scale("full", 0)}
 _IMAGES = {"smoke": (20, 5), "full": (500, 1000)}  # of each class, for training and for testing
 PARTS = ("validation", "test")
+_LARGE = {"train.batch_size": 500, "train.learning_rate": 0.12, "train.num_epochs": 10, "model.label_smoothing": 0.2}
+_SMALL = _LARGE | {"train.batch_size": 100, "train.learning_rate": 0.054}
 RECIPES: dict[str, dict[str, Any]] = {
     "configured": {},
-    "batch_500": {"train.batch_size": 500, "train.learning_rate": 0.12, "train.num_epochs": 10},
-    "batch_100": {"train.batch_size": 100, "train.learning_rate": 0.054, "train.num_epochs": 10},
-    "batch_100_longer": {"train.batch_size": 100, "train.learning_rate": 0.054, "train.num_epochs": 20},
+    "batch_500": _LARGE,
+    "batch_100": _SMALL,
+    "batch_100_longer": _SMALL | {"train.num_epochs": 20},
+    "batch_100_no_smoothing": _SMALL | {"model.label_smoothing": 0.0},
 }
 HEADER = ("", "images", "batch", "epochs", "PFLOP", "accuracy", "with flips", "NLL", "ECE", "minutes")
 
