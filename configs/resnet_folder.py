@@ -21,12 +21,11 @@ def get_config():
     config.data.alternate_flips = True
     config.data.augment_lanes = True
     config.model.lanes = "resnet:w3d2*4"
-    config.model.label_smoothing = 0.2
-    config.train.batch_size = 500
+    config.train.batch_size = 100
     config.train.num_epochs = 10
     config.train.image_sizes = "28:0.35,40:0.7"
     config.train.optimizer = "muon"
-    config.train.learning_rate = 0.12
+    config.train.learning_rate = 0.054
     config.train.weight_decay = 1e-3
     config.train.checkpoint_every = 50
     return config
