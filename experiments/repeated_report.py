@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SMOKE = "smoke"  # the scale whose results are in no way worth keeping
 _log = logging.getLogger("mlcn_jax.repeated_report")
+_CAPTION_POINTS = 8
 _COLORS = {"reached": "#d8f0d8", "below": "#f6dcdc"}
 
 Records = Sequence[dict[str, Any]]
@@ -191,9 +192,10 @@ def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequ
 
 
 def draw_caption(figure: "Figure", lines: Sequence[str]) -> None:
-    """Adds a caption below a figure with a constrained layout."""
-    text = "\n".join(_wrapped(lines, int(15 * figure.get_figwidth())))
-    figure.supxlabel(text, fontsize=8, x=0.01, ha="left")
+    """Adds a caption below a figure with a constrained layout, which becomes higher by as much."""
+    wrapped = _wrapped(lines, int(15 * figure.get_figwidth()))
+    figure.supxlabel("\n".join(wrapped), fontsize=_CAPTION_POINTS, x=0.01, ha="left")
+    figure.set_figheight(figure.get_figheight() + 1.4 * _CAPTION_POINTS / 72 * len(wrapped))
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

@@ -262,7 +262,8 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     shown = [row for row in rows if row["split"] == "test"] or list(rows)
     shown = [row for row in shown if "resnet_caps" not in row["lanes"]]
     names = list(dict.fromkeys(row["data"] for row in shown))
-    figure = Figure(figsize=(7.5 * max(1, len(names)), 6.5), layout="constrained")
+    entries = max((sum(row["data"] == name for row in shown) for name in names), default=0)
+    figure = Figure(figsize=(7.5 * max(1, len(names)), 2 + 0.2 * max(10, entries)), layout="constrained")
     for axes, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
         for row in shown:
             if row["data"] == name:
