@@ -38,6 +38,8 @@ def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int)
         "all_train_images": len(dataset.train.labels),
         "all_test_images": len(dataset.test.labels),
     }
+    if facts["bytes"] == "own":
+        del facts["note"]  # it names the folder
     train, test = _part(dataset.train, num_train), _part(dataset.test, num_test)
     facts |= {"train_images": len(train.labels), "test_images": len(test.labels)}
     path = folder / f"{dataset.name}.json"

@@ -3,7 +3,7 @@
 import numpy as np
 from made_records import PLACE
 
-from experiments import own_images
+from experiments import data_parts, own_images
 from experiments.published_rows import config_named
 from mlcn_jax.data.datasets import load
 
@@ -17,6 +17,10 @@ def test_pictures_are_the_first_of_each_class_and_loaded_as_a_folder_with_a_test
         for label, name in enumerate(found.class_names):
             expected = whole.images[whole.labels == cifar.class_names.index(name)][:most]
             np.testing.assert_array_equal(split.images[split.labels == label], expected)
+    settings = own_images.configure_run(tmp_path / "runs" / "pictures", "configured", "test", 0).data
+    facts = data_parts.prepare(settings, tmp_path / "data", 0, 0)[1]
+    assert (facts["copy"], facts["train_images"], facts["test_images"]) == ("", 30, 20)
+    assert str(tmp_path) not in str(facts)
 
 
 def test_validation_leaves_the_test_images_alone_and_the_test_trains_what_is_configured(tmp_path):
