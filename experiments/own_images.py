@@ -1,4 +1,4 @@
-"""`configs/resnet_folder.py` on a folder of pictures, and the batch and length of training that it has.
+"""`configs/resnet_folder.py` on a folder of pictures, and how its batch and label smoothing were chosen.
 
     python -m experiments.own_images --workdir=runs/own_images
     python -m experiments.own_images --workdir=runs/own_images --recipes=configured --part=test --repeats=3

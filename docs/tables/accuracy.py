@@ -251,8 +251,6 @@ def residual_trials() -> str:
 
 @place
 def own_images() -> str:
-    if not has_run("own_images_full"):
-        return "Not run yet."
     result = experiment("own_images_full")
     rows = [
         [
