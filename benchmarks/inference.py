@@ -20,23 +20,20 @@ from absl import flags
 
 from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, launch_script
 
 
 def define(values: flags.FlagValues) -> None:
     peers.define_flags(values, "inference", [peers.ONNX, "keras", "torch"])
     flags.DEFINE_list("batches", ["1", "8", "100"], "images per call", flag_values=values)
-    flags.DEFINE_string(
-        "onnx_python", ".venv-onnx/bin/python", "interpreter of `make onnx`, which converts models", flag_values=values
-    )
+    peers.define_onnx_python(values)
 
 
 def main(values: flags.FlagValues) -> int:
     results = peers.comparison_so_far(values, "infer")
     with_onnx = peers.ONNX in values.peers
-    if with_onnx and not Path(values.onnx_python).exists():
-        raise InputError(f"--onnx_python={values.onnx_python} is not there: `make bench` installs it into .venv-onnx")
+    if with_onnx:
+        peers.check_onnx_python(values.onnx_python)
     for network in networks.chosen(values.networks):
         with tempfile.TemporaryDirectory() as folder:
             python = values.onnx_python if with_onnx else ""

@@ -65,10 +65,15 @@ _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam ma
 _SLACK = {"float32": 1, "tensorfloat32": 40, "bfloat16": 300}  # by what the products are computed in; 2^-24, -11, -8
 
 
-def define_networks(values: flags.FlagValues) -> None:
+def define_networks(values: flags.FlagValues, default: Sequence[str] = ("all",)) -> None:
     """The flag that names networks, for `networks.chosen`."""
     meaning = "sets (all, published, resnet) and networks: " + ", ".join(networks.NETWORKS)
-    flags.DEFINE_list("networks", ["all"], meaning, flag_values=values)
+    flags.DEFINE_list("networks", list(default), meaning, flag_values=values)
+
+
+def define_onnx_python(values: flags.FlagValues) -> None:
+    meaning = "interpreter of `make onnx`, which converts models"
+    flags.DEFINE_string("onnx_python", ".venv-onnx/bin/python", meaning, flag_values=values)
 
 
 def define_out(values: flags.FlagValues, name: str) -> None:
@@ -281,6 +286,12 @@ def check_peers_python(python: str) -> None:
     """Raises InputError where `python` cannot run the peers."""
     if not Path(python).exists():
         raise InputError(f"--peers_python={python} is not there: `make bench` installs the peers into .venv-peers")
+
+
+def check_onnx_python(python: str) -> None:
+    """Raises InputError where `python` cannot convert models."""
+    if not Path(python).exists():
+        raise InputError(f"--onnx_python={python} is not there: `make bench` installs it into .venv-onnx")
 
 
 def take_turns(processes: Sequence[Process], do: str, steps: list[int], rounds: int) -> list[list[float]]:

@@ -1,18 +1,20 @@
 """Requests per second of `mlcn_jax.serve` with batching, without, and of the model without a server; and latencies.
 
-    python -m benchmarks.serving --artifacts=runs/small/export,runs/large/export
+    python -m benchmarks.serving
+    python -m benchmarks.serving --networks=mlcn2_4x4_32x32x3
 
-For each model three servers, one with batching, one with `--max_batch=1` and one with batching in several processes,
-take turns with the model in this process, in batches of the two powers of two next to the first server's mean batch, of
-which the faster counts: other sizes are padded, which would flatter the server. Those whose turn it is not use no CPU.
-This process is also the clients: so many connections, each of which asks again as soon as it is answered, with PNG
-files of random pixels in the shape of the model's images. Then requests come at random moments, half and nine tenths as
-many a second as those clients were answered, whether or not earlier ones have been answered; those that the server
-turns away are counted, and have no latency. Writes `benchmarks/results/serving.json` after each model; what is there of
-the same lanes on this machine is kept, and not measured again.
+Of each network's export, with its ONNX model, three servers, one with batching, one with `--max_batch=1` and one with
+batching in several processes, take turns with the model in this process, in batches of the two powers of two next to
+the first server's mean batch, of which the faster counts: other sizes are padded, which would flatter the server. Those
+whose turn it is not use no CPU. This process is also the clients: so many connections, each of which asks again as soon
+as it is answered, with PNG files of random pixels in the shape of the model's images. Then requests come at random
+moments, half and nine tenths as many a second as those clients were answered, whether or not earlier ones have been
+answered; those that the server turns away are counted, and have no latency. Writes `benchmarks/results/serving.json`
+after each network; what is there of this machine is kept, and not measured again.
 """
 
 import collections
+import contextlib
 import importlib.metadata
 import io
 import itertools
@@ -21,6 +23,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -29,7 +32,8 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
-from benchmarks import peers
+from benchmarks import networks, peers
+from benchmarks.frameworks import in_mlcn_jax
 from benchmarks.http_clients import ask, ask_at
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
@@ -37,6 +41,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.serving.predict import open_model
 
 _ROOT = Path(__file__).parents[1]
+_SERVED = ["mlcn1_4x4_28x28x1", "mlcn1_8x4_28x28x1", "capsnet_28x28x1", "resnet_4xw4d2_32x32x3"]
 _PICTURES = 64
 _PAUSE_SECONDS = 0.3  # so that the other server's threads have gone to sleep
 _SETTLE_SECONDS = 0.3  # of each turn, which do not count
@@ -142,30 +147,17 @@ def pictures(image_shape: list[int]) -> list[bytes]:
     return requests
 
 
-def title(artifact: str) -> str:
-    """A model's lanes and images, by which results know it; raises InputError where there is no model."""
-    path = Path(artifact) / "model.json"
-    if not path.exists():
-        raise InputError(f"--artifacts={artifact} is no exported model: mlcn_jax export writes one")
-    about = json.loads(path.read_text())
-    return f"{about['lanes'] or 'CapsNet'}, {'x'.join(map(str, about['image_shape']))}"
-
-
-def measure(artifact: str, values: flags.FlagValues) -> dict:
-    """One model's figures."""
-    servers: list[Server] = []
-    try:
-        return _measured(artifact, values, servers)
-    finally:
-        for server in servers:
-            server.close()
-
-
-def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) -> dict:
-    """The same; the servers that it starts are added to `servers`."""
+def measure(network: networks.Network, values: flags.FlagValues) -> dict:
+    """One network's figures."""
     processes = [(values.max_batch, 1), (1, 1), *([(values.max_batch, values.workers)] if values.workers > 1 else [])]
-    for given in processes:
-        servers.append(Server(artifact, *given))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_servers:
+        in_mlcn_jax.prepare(network, Path(folder), "infer", "float32", values.onnx_python)
+        artifact = str(Path(folder) / "export")
+        servers = [open_servers.enter_context(contextlib.closing(Server(artifact, *given))) for given in processes]
+        return {"title": network.title, **_measured(artifact, servers, values)}
+
+
+def _measured(artifact: str, servers: list[Server], values: flags.FlagValues) -> dict:
     batching, off = servers[:2]
     requests = pictures(json.loads(batching.get("/"))["image_shape"])
     ask(batching.port, requests, values.clients, values.seconds)
@@ -202,16 +194,11 @@ def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) ->
             *([len(turn) for turn in server.latencies[values.clients]] for server in (several, batching))
         )
         more["with_workers"] = several.results(values.seconds)
-    about = json.loads((Path(artifact) / "model.json").read_text())
     throughput, latency = (
         [measured(a) / measured(b) for a, b in zip(batching.latencies[clients], off.latencies[clients], strict=True)]
         for clients, measured in ((values.clients, len), (1, statistics.median))
     )
     return {
-        "lanes": about["lanes"],
-        "image_shape": about["image_shape"],
-        "parameters": about["parameters"],
-        "model_sha256": json.loads((Path(artifact) / "manifest.json").read_text())["sha256"],
         "runtime": runtime,
         "throughput_over_without_batching": peers.spread(throughput),
         "throughput_over_computing_in_process": _over(answered, models[sizes["computed"]].computed),
@@ -245,7 +232,7 @@ def _over(some: list[float], others: list[float]) -> dict[str, float]:
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote", flag_values=values)
+    peers.define_networks(values, _SERVED)
     flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2, flag_values=values)
     flags.DEFINE_integer(
@@ -253,25 +240,23 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1, flag_values=values)
+    peers.define_onnx_python(values)
     peers.define_out(values, "serving")
 
 
 def main(values: flags.FlagValues) -> None:
-    if not values.artifacts:
-        raise InputError("--artifacts=FOLDER,... names no exported model: mlcn_jax export writes one")
-    titles = [title(artifact) for artifact in values.artifacts]
-    if len(set(titles)) < len(titles):
-        raise InputError(f"--artifacts: of the same lanes ({'; '.join(titles)}) the results hold only one model")
+    chosen = networks.chosen(values.networks)
+    peers.check_onnx_python(values.onnx_python)
     settings = {name: values[name].value for name in ("rounds", "seconds", "clients", "max_batch", "workers")}
     settings["server_versions"] = {name: importlib.metadata.version(name) for name in _PACKAGES}
     results = peers.results_so_far(values, settings, "models")
-    for name, artifact in zip(titles, values.artifacts, strict=True):
-        with peers.kept(values, results, "models", name) as missing:
+    for network in chosen:
+        with peers.kept(values, results, "models", network.name) as missing:
             if missing:
-                results["models"][name] = result = measure(artifact, values)
+                results["models"][network.name] = result = measure(network, values)
                 for what in ("throughput", "single_client_latency"):
                     ratio = result[f"{what}_over_without_batching"]
-                    print(f"{name}: {what} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
+                    print(f"{network.title}: {what} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from absl import flags
 
-from benchmarks import peers, serving
+from benchmarks import peers
 from experiments import REPOSITORY
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
@@ -32,21 +32,19 @@ HALVES = {  # flags of two calls that measure different things
     "normalisation": ("--widths=2", "--widths=3"),
     "lanes_together": ("--cases=mlcn1", "--cases=mlcn2"),
     "conv_algorithms": ("--cases=first", "--cases=depth"),
-    "serving": ("--artifacts={folder}/a", "--artifacts={folder}/b"),
+    "serving": tuple(f"--networks={name}" for name in NAMES[:2]),
 }
 
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch):
     monkeypatch.setattr(peers.host, "busy_cores", lambda: None)
+    monkeypatch.setattr(peers, "check_onnx_python", lambda python: None)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs a script with made-up figures; returns what its file then has, by name."""
-    for name, lanes in (("a", ""), ("b", "mlcn1:w4*4")):
-        (tmp_path / name).mkdir()
-        write_json(tmp_path / name / "model.json", {"lanes": lanes, "image_shape": [28, 28, 1]})
 
     def call(name, *given):
         script = importlib.import_module(f"benchmarks.{name}")
@@ -55,7 +53,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(script, "measure", lambda *args: dict(ENTRY))
         values = flags.FlagValues()
         script.define(values)
-        values([name, f"--out={tmp_path / 'out.json'}", *(flag.format(folder=tmp_path) for flag in given)])
+        values([name, f"--out={tmp_path / 'out.json'}", *given])
         script.main(values)
         results = json.loads((tmp_path / "out.json").read_text())
         (part,) = {"networks", "cases", "models"} & set(results)
@@ -171,11 +169,3 @@ def test_captions_tell_of_other_work_where_it_is_known(monkeypatch):
     for shape in shapes.values():
         del shape["busy_cores"]
     assert "medians of 3 rounds.*" in tables.speed.families()
-
-
-def test_models_that_are_served_have_a_name_each(tmp_path, run):
-    with pytest.raises(InputError, match="only one model"):
-        run("serving", "--artifacts={folder}/a,{folder}/a")
-    with pytest.raises(InputError, match="is no exported model"):
-        run("serving", "--artifacts={folder}/a,{folder}/c")
-    assert [serving.title(tmp_path / name) for name in "ab"] == ["CapsNet, 28x28x1", "mlcn1:w4*4, 28x28x1"]
