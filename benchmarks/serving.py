@@ -193,6 +193,10 @@ def _measured(artifact: str, servers: list[Server], values: flags.FlagValues) ->
         more["throughput_of_workers_over_one_process"] = _over(
             *([len(turn) for turn in server.latencies[values.clients]] for server in (several, batching))
         )
+        more["throughput_of_workers_over_computing_in_process"] = _over(
+            [len(turn) / values.seconds for turn in several.latencies[values.clients]],
+            models[sizes["computed"]].computed,
+        )
         more["with_workers"] = several.results(values.seconds)
     throughput, latency = (
         [measured(a) / measured(b) for a, b in zip(batching.latencies[clients], off.latencies[clients], strict=True)]

@@ -45,6 +45,12 @@ def num_cores() -> int:
     return len(cores())
 
 
+def num_threads() -> int:
+    """How many threads compute in this process: as the variable `PJRT_NPROC` says, which XLA reads, or one a core."""
+    given = os.environ.get("PJRT_NPROC", "")
+    return int(given) if given.isdecimal() and int(given) else num_cores()
+
+
 def busy_cores(seconds: float = 1.0) -> float | None:
     """How many cores of this machine are busy on average while this process sleeps; None where Linux does not tell.
 

@@ -2,7 +2,7 @@
 
 jax2onnx converts the model's own function, so a new kind of lane needs no change here. It needs an older
 orbax-checkpoint than training does, so models are read from what `mlcn_jax export` wrote.
-The commands are `mlcn_jax onnx` and `benchmarks.onnx_inference`.
+The command is `mlcn_jax onnx`.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.host import adds_bytes_exactly, num_cores
+from mlcn_jax.host import adds_bytes_exactly, num_threads
 
 INPUT = "images"  # uint8 [n, height, width, channels]
 FULL_RANGE = "int8_full_range"  # metadata property of a file whose 8-bit weights use all 8 bits
@@ -22,7 +22,7 @@ def open_onnx(
     Args:
       path: the file.
       output: name of the output in the file.
-      threads: number of threads that compute; by default one for each core.
+      threads: number of threads that compute; by default `num_threads`.
       spin: whether they look for work for a while after a call, as is ONNX Runtime's default. The next call then
         starts sooner, but XLA, decoding of images, a server or another open file has to do without their cores.
 
@@ -38,7 +38,7 @@ def open_onnx(
             f"{path} needs ONNX Runtime, which cannot be imported ({error}): pip install 'mlcn_jax[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or num_cores()
+    options.intra_op_num_threads = threads or num_threads()
     options.log_severity_level = 4  # errors are raised anyway
     if not spin:
         options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mlcn_jax.host import num_cores
+from mlcn_jax.host import num_threads
 from mlcn_jax.serving.onnx_file import open_onnx
 
 Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # (least rows it is used for, function), descending
@@ -64,12 +64,12 @@ def lane_file(lane: int) -> str:
 
 
 def open_lanes(folder: Path, files: Sequence[str]) -> list[Callable[[np.ndarray], np.ndarray]]:
-    """The lanes in some ONNX files, as functions that share this machine's cores.
+    """The lanes in some ONNX files, as functions that share this process's threads.
 
     Raises:
       InputError: as for `open_onnx`.
     """
-    threads = max(1, num_cores() // max(1, len(files)))
+    threads = max(1, num_threads() // max(1, len(files)))
     return [open_onnx(folder / name, OUTPUT, threads) for name in files]
 
 
@@ -80,7 +80,7 @@ def added_up(functions: Functions, sessions: Sequence[Callable[[np.ndarray], np.
     computed with them, each on a thread.
     """
     parallel = sessions and len(sessions) + bool(functions) > 1
-    pool = ThreadPoolExecutor(min(len(sessions), num_cores())) if parallel else None
+    pool = ThreadPoolExecutor(min(len(sessions), num_threads())) if parallel else None
 
     def add(call: Callable | None) -> Callable[[np.ndarray], np.ndarray]:
         def total(rows: np.ndarray) -> np.ndarray:

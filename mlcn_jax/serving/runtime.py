@@ -187,7 +187,7 @@ def choose(
         "converted": _description(converted)["sha256"],
         "cpu": host.name_of(jax.local_devices()[0]),
         "features": host.cpu_digest(),
-        "cores": host.num_cores(),
+        "threads": host.num_threads(),
         "spin": spin,
         "rounds": [_ROUNDS, _PAUSE_SECONDS, _SPREAD_SECONDS, _ROUND_SECONDS],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

@@ -22,6 +22,8 @@ import uvicorn
 from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
+from mlcn_jax import host
+
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
 _LAST_SECONDS = 60  # time for a process to end, besides its own patience
 _ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
@@ -142,7 +144,7 @@ def run(
     Args:
       complete: called in each process with uvicorn's settings, of which it sets `app` and `http`; must be picklable.
       listener: a bound socket.
-      workers: number of processes.
+      workers: number of processes, which share the cores: each computes with as many threads as that leaves it.
       message: printed once all are ready.
       settings: further settings of uvicorn.
 
@@ -152,6 +154,7 @@ def run(
     Raises:
       OSError: the address is in use.
     """
+    os.environ.setdefault("PJRT_NPROC", str(max(1, host.num_cores() // workers)))  # see `host.num_threads`
     config = _Config("", workers=workers, **settings)
     config.complete = complete
     with tempfile.TemporaryDirectory() as folder:

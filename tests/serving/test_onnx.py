@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import onnx_inference as benchmark
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import calibration
@@ -125,24 +123,6 @@ def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
         script.export(tmp_path)
 
 
-def test_the_benchmark_times_equal_programs_and_refuses_others(monkeypatch):
-    monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(benchmark, "_PAUSE_SECONDS", 0.0)
-    found, model = np.array([[0.5, 0.9]]), model_of(SPECS["mixed"])
-
-    def slow(images):
-        time.sleep(0.004)
-        return found
-
-    calls = {"onnxruntime": slow, "artifact": lambda images: found}
-    result = benchmark.compare(calls, model, 1, rounds=2)
-    assert result["artifact_over_onnxruntime"]["median"] > 10
-    assert result["milliseconds"]["onnxruntime"]["min"] >= 4
-    assert benchmark.table([{"model": "a, b", "batch": 7, **result}]).splitlines()[2].startswith("| a, b | 7 | ")
-    with pytest.raises(InputError, match="onnxruntime differs"):
-        benchmark.compare({**calls, "onnxruntime": lambda images: found + 2e-4}, model, 1, rounds=1)
-
-
 @installed
 @pytest.mark.parametrize("name", SPECS)
 def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
@@ -234,17 +214,3 @@ def test_the_folder_is_made_before_the_conversion(copied, monkeypatch):
     (copied / "onnx").write_text("a file")
     with pytest.raises(InputError, match=r"onnx cannot be written to .*: give another --output=FOLDER"):
         script.export(copied)
-
-
-@installed
-def test_the_benchmark_compares_a_workdirs_model_with_its_export(copied, monkeypatch):
-    monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 0.01)
-    with pytest.raises(InputError, match=r"mlcn_jax onnx --workdir="):
-        benchmark.compare_all([copied], [1], 1, copied / "results.json")
-    script.export(copied)
-    benchmark.compare_all([copied], [1, 5], 2, copied / "results.json")
-    results = json.loads((copied / "results.json").read_text())
-    assert [entry["batch"] for entry in results["models"]] == [1, 5]
-    assert results["rounds"] == 2
-    assert results["versions"]["onnxruntime"]
-    assert all(entry["artifact_over_onnxruntime"]["median"] > 0 for entry in results["models"])

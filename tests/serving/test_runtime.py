@@ -287,7 +287,7 @@ def test_a_model_that_the_machine_fails_to_read_is_not_used(chosen, monkeypatch,
 def test_measurements_of_another_cpu_are_kept_apart(chosen, monkeypatch):
     assert chosen().choice(1) == "xla"
     assert chosen().milliseconds
-    for name, value in (("cpu_digest", "other"), ("num_cores", 99), ("name_of", "other")):
+    for name, value in (("cpu_digest", "other"), ("num_threads", 99), ("name_of", "other")):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(runtime.host, name, lambda *args, value=value: value)
             assert not chosen().milliseconds, name

@@ -4,6 +4,7 @@ import re
 import signal
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import prometheus_client.multiprocess
 import pytest
@@ -122,6 +123,17 @@ def test_no_connection_waits_for_processes_that_accept_no_more(supervisor):
         supervisor.init_processes()
         supervisor.join_all()
         assert listener.fileno() == -1
+
+
+@pytest.mark.parametrize(("given", "threads"), [({}, 2), ({"PJRT_NPROC": "5"}, 5), ({"PJRT_NPROC": "0"}, 7)])
+def test_processes_share_the_cores(monkeypatch, given, threads):
+    seen = []
+    monkeypatch.setattr(workers.os, "environ", dict(given))
+    monkeypatch.setattr(workers.host, "num_cores", lambda: 7)
+    monkeypatch.setattr(workers.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(workers._Workers, "run", lambda self: seen.append(workers.host.num_threads()))
+    workers.run(lambda config: None, Mock(), 3, "ready")
+    assert seen == [threads]
 
 
 def test_the_end_waits_as_long_as_a_process_with_a_slow_model_does(supervisor, monkeypatch):
