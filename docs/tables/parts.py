@@ -63,7 +63,6 @@ def measured_on(record: Mapping[str, Any], *more: str) -> str:
         f"{record['device']}, {cores} core{'s' if cores > 1 else ''}",
         f"Python {versions['python']}",
         f"jax {versions['jax']}",
-        *(f"{name} {versions[name]}" for name in ("onnx", "onnxruntime", "jax2onnx") if name in versions),
     ]
     if rounds := record.get("rounds"):
         parts.append(f"medians of {rounds} rounds")

@@ -28,7 +28,7 @@ ENTRY = {  # what any of the scripts tells of a measurement
 }
 HALVES = {  # flags of two calls that measure different things
     "roofline": tuple(f"--networks={name}" for name in NAMES[:2]),
-    "single_image": tuple(f"--networks={name}" for name in NAMES[:2]),
+    "inference_parts": tuple(f"--networks={name}" for name in NAMES[:2]),
     "normalisation": ("--widths=2", "--widths=3"),
     "lanes_together": ("--cases=mlcn1", "--cases=mlcn2"),
     "conv_algorithms": ("--cases=first", "--cases=depth"),

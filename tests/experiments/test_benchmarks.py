@@ -25,12 +25,12 @@ from benchmarks import (
     convert,
     distillation,
     inference,
+    inference_parts,
     lanes_together,
     networks,
     normalisation,
     peers,
     roofline,
-    single_image,
     worker,
 )
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
@@ -70,24 +70,26 @@ def test_the_time_of_one_image_is_split_by_what_operations_do():
       ROOT %multiply.1 = f32[8]{0} multiply(%b, %c), metadata={op_name="jit(lengths)/encoder/mul"}
     """
     microseconds = {"ynn_fusion.3": 6000, "copy.2": 1000, "multiply.1": 3000}
-    parts = single_image.parts_of(hlo, microseconds, seconds=0.012, calls=10)
+    parts = inference_parts.parts_of(hlo, microseconds, seconds=0.012, calls=10)
     expected = {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3, "not in operations": 0.2}
     assert parts == pytest.approx(expected)
+    beside_others = inference_parts.parts_of(hlo, microseconds, seconds=0.009, calls=10)
+    assert "not in operations" not in beside_others
 
 
 def test_one_image_is_traced_often_enough(monkeypatch):
     """What no operation takes is left of the time of the very calls that are traced, not of others."""
-    monkeypatch.setattr(single_image.in_mlcn_jax, "write_export", lambda *args: None)
+    monkeypatch.setattr(inference_parts.in_mlcn_jax, "write_export", lambda *args: None)
     export = SimpleNamespace(Program=lambda *args: SimpleNamespace(infer=lambda images: None))
-    monkeypatch.setattr(single_image, "in_artifact", export)
+    monkeypatch.setattr(inference_parts, "in_artifact", export)
     traced = []
 
     def trace(call, hlo, calls):
         traced.append(calls)
         return {}, 3.0 * calls
 
-    monkeypatch.setattr(single_image.roofline, "traced", trace)
-    found = single_image.measure(TINY, 1, lambda: 1.0)
+    monkeypatch.setattr(inference_parts.roofline, "traced", trace)
+    found = inference_parts.measure(TINY, 1, 1, lambda: 1.0)
     assert traced[0] >= 50
     assert found["parts_milliseconds"] == {"not in operations": 3000.0}
 
