@@ -25,11 +25,12 @@ from mlcn_jax.launch import EXIT_FAILED, launch_script
 
 def define(values: flags.FlagValues) -> None:
     peers.define_flags(values, "inference", [peers.ONNX, "keras", "torch"])
-    flags.DEFINE_list("batches", ["1", "8", "100"], "images per call", flag_values=values)
+    peers.define_batches(values, [1, 8, 100])
     peers.define_onnx_python(values)
 
 
 def main(values: flags.FlagValues) -> int:
+    batches = peers.batches(values)
     results = peers.comparison_so_far(values, "infer")
     with_onnx = peers.ONNX in values.peers
     if with_onnx:
@@ -40,7 +41,7 @@ def main(values: flags.FlagValues) -> int:
             prepared = functools.cache(
                 functools.partial(in_mlcn_jax.prepare, network, Path(folder), "infer", values.dtype, python)
             )
-            for batch in map(int, values.batches):
+            for batch in batches:
                 name = f"{network.name}_batch_{batch}"
                 with peers.kept(values, results, "networks", name) as missing:
                     if missing:

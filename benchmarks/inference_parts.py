@@ -125,15 +125,15 @@ def product_rate() -> Callable[[], float]:
 def define(values: flags.FlagValues) -> None:
     peers.define_networks(values)
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
-    flags.DEFINE_list("batches", ["1", "8"], "images per call", flag_values=values)
+    peers.define_batches(values, [1, 8])
     peers.define_out(values, "inference_parts")
 
 
 def main(values: flags.FlagValues) -> None:
-    chosen = networks.chosen(values.networks)
+    chosen, batches = networks.chosen(values.networks), peers.batches(values)
     results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     rate = product_rate()
-    for network, batch in itertools.product(chosen, map(int, values.batches)):
+    for network, batch in itertools.product(chosen, batches):
         name = f"{network.name}_batch_{batch}"
         with peers.kept(values, results, "networks", name) as missing:
             if missing:

@@ -71,6 +71,18 @@ def define_networks(values: flags.FlagValues, default: Sequence[str] = ("all",))
     flags.DEFINE_list("networks", list(default), meaning, flag_values=values)
 
 
+def define_batches(values: flags.FlagValues, default: Sequence[int]) -> None:
+    """The flag that `batches` reads."""
+    flags.DEFINE_list("batches", list(map(str, default)), "images per call", flag_values=values)
+
+
+def batches(values: flags.FlagValues) -> list[int]:
+    """The numbers of images of `--batches`; raises InputError where one is none."""
+    if not all(given.isdecimal() and int(given) for given in values.batches):
+        raise InputError(f"--batches={','.join(values.batches)}: give numbers of images, such as 1,8")
+    return list(map(int, values.batches))
+
+
 def define_onnx_python(values: flags.FlagValues) -> None:
     meaning = "interpreter of `make onnx`, which converts models"
     flags.DEFINE_string("onnx_python", ".venv-onnx/bin/python", meaning, flag_values=values)

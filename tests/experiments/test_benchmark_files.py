@@ -169,3 +169,9 @@ def test_captions_tell_of_other_work_where_it_is_known(monkeypatch):
     for shape in shapes.values():
         del shape["busy_cores"]
     assert "medians of 3 rounds.*" in tables.speed.families()
+
+
+@pytest.mark.parametrize("given", ["a", "0", "1,", "-8"])
+def test_numbers_of_images_are_asked_for(run, given):
+    with pytest.raises(InputError, match=f"--batches={given}: give numbers of images, such as 1,8"):
+        run("inference_parts", f"--batches={given}")
