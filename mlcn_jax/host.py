@@ -48,7 +48,7 @@ def num_cores() -> int:
 def num_threads() -> int:
     """How many threads compute in this process: as the variable `PJRT_NPROC` says, which XLA reads, or one a core."""
     given = os.environ.get("PJRT_NPROC", "")
-    return int(given) if given.isdecimal() and int(given) else num_cores()
+    return max(1, int(given)) if given.isdecimal() else num_cores()
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:

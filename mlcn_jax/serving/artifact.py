@@ -30,8 +30,8 @@ MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", XLA, ONNX)
 UNREADABLE = {errno.ENOENT, *NO_ACCESS}  # other errors, such as too many open files, say nothing about a folder
-# Weights of up to this many bytes are compiled into the programs, already transformed: twice as fast for 8 images of
-# published lanes on a CPU (benchmarks/results/inference_parts.json), but each program takes ten times their memory.
+# Weights of up to this many bytes are compiled into the programs, already transformed: mostly twice as fast for 8
+# images of published lanes on a CPU (benchmarks/results/inference_parts.json), in ten times their memory a program.
 _COMPILED_IN_BYTES = 2**25
 
 

@@ -125,7 +125,9 @@ def test_no_connection_waits_for_processes_that_accept_no_more(supervisor):
         assert listener.fileno() == -1
 
 
-@pytest.mark.parametrize(("given", "threads"), [({}, 2), ({"PJRT_NPROC": "5"}, 5), ({"PJRT_NPROC": "0"}, 7)])
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, 2), ({"PJRT_NPROC": "5"}, 5), ({"PJRT_NPROC": "0"}, 1), ({"PJRT_NPROC": "x"}, 7)]
+)
 def test_processes_share_the_cores(monkeypatch, given, threads):
     seen = []
     monkeypatch.setattr(workers.os, "environ", dict(given))
