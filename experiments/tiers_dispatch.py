@@ -102,7 +102,7 @@ async def dispatch(
     """Runs all tasks once.
 
     Args:
-      schedule: one of `schedules.SCHEDULES`.
+      schedule: one of `tiers_schedules.SCHEDULES`.
       ends, edges, clouds: the devices.
       tasks: the images of each.
       cloud_share: of the ends that `Mapping` maps to the cloud.

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from experiments import tiers_schedules
 from experiments.tiers_bed import CORES
-from mlcn_jax.tiers import schedules
 
 DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way, unless a table says otherwise
 
@@ -39,17 +39,17 @@ class Setup:
         """Whether it has all edges, and the usual delays."""
         return (self.edges, self.edge_ms, self.cloud_ms) == (edges, DELAY_MS["edge"], DELAY_MS["cloud"])
 
-    def system(self, devices: Mapping[str, Any], tasks: int) -> schedules.System:
+    def system(self, devices: Mapping[str, Any], tasks: int) -> tiers_schedules.System:
         """What models predict from: single tasks on single devices, with these numbers and delays."""
         counts = {"end": self.ends, "edge": self.edges, "cloud": 1}
         links = {"end": devices["end"]["communication"], "edge": 2e-3 * self.edge_ms, "cloud": 2e-3 * self.cloud_ms}
         kinds = {
-            name: schedules.Device(count, links[name], devices[name]["processing"], devices[name]["work"])
+            name: tiers_schedules.Device(count, links[name], devices[name]["processing"], devices[name]["work"])
             for name, count in counts.items()
         }
-        system = schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
+        system = tiers_schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
         if self.as_printed:
-            return dataclasses.replace(system, share=schedules.printed_cloud_share(system))
+            return dataclasses.replace(system, share=tiers_schedules.printed_cloud_share(system))
         return system
 
 
@@ -59,6 +59,6 @@ def with_printed_mapping(setups: Iterable[Setup], devices: Mapping[str, Any], ta
         yield setup
         if setup.schedule == "Mapping":
             system = setup.system(devices, tasks)
-            share = schedules.printed_cloud_share(system)
-            if share >= 0 and share != schedules.cloud_share(system):
+            share = tiers_schedules.printed_cloud_share(system)
+            if share >= 0 and share != tiers_schedules.cloud_share(system):
                 yield dataclasses.replace(setup, as_printed=True)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import RESULTS
+from experiments import RESULTS, tiers_schedules
 from experiments.quiet import busy_cores
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
 from experiments.tiers_dispatch import MODES, Device, Failures, dispatch, summary
@@ -46,7 +46,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving.trained import TrainedModel
-from mlcn_jax.tiers import schedules, split
+from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.cuts import PIXELS, cuts_of
 from mlcn_jax.training.trained import load_trained
@@ -241,7 +241,7 @@ class Tables:
         counts = range(1, scale.ends + 1)
         of_figure = [
             Setup(schedule, ends, scale.edges, DELAY_MS["edge"], DELAY_MS["cloud"])
-            for schedule in schedules.SCHEDULES
+            for schedule in tiers_schedules.SCHEDULES
             for ends in counts
         ]
         devices = self.results["measured"]["devices"]
@@ -253,7 +253,7 @@ class Tables:
         with bed(self._plans(scale.ends, scale.edges, 1), scale.images) as nodes:
             ends, edges, clouds = _devices(nodes, tiers, (scale.ends, scale.edges, 1))
             for setup in setups:
-                share = schedules.cloud_share(setup.system(devices, scale.tasks))
+                share = tiers_schedules.cloud_share(setup.system(devices, scale.tasks))
 
                 def run(setup: Setup = setup, share: float = share) -> dict[str, Any]:
                     delays = {"edge": setup.edge_ms, "cloud": setup.cloud_ms}

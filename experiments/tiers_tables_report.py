@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import tiers_schedules
 from experiments.tiers_bed import CORES
 from experiments.tiers_dispatch import MODES
 from experiments.tiers_relay import described, holds
 from experiments.tiers_setups import Setup
 from experiments.tiers_tables_pictures import draw_failures, draw_schedules
 from mlcn_jax.files import markdown, write_atomic
-from mlcn_jax.tiers import schedules
 
 _MOST_ERROR, _LEAST_CONFIGURATIONS = 0.15, 24  # of the corrected model, over configurations not used to fit it
 _MOST_OVER = 1.15  # of `monitor`, over the remaining work on living ends
@@ -207,9 +207,9 @@ def schedule_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
                 "measured": found["seconds"],
                 "first": found["first_seconds"],
                 "runs": found["runs"],
-                "printed": schedules.printed(setup.schedule, system),
-                "corrected": schedules.corrected(setup.schedule, system),
-                "bottleneck": schedules.bottleneck(setup.schedule, system),
+                "printed": tiers_schedules.printed(setup.schedule, system),
+                "corrected": tiers_schedules.corrected(setup.schedule, system),
+                "bottleneck": tiers_schedules.bottleneck(setup.schedule, system),
             }
         )
     return rows
@@ -232,8 +232,8 @@ def mapping_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
         setup = Setup(**found["setup"])
         system = setup.system(results["measured"]["devices"], about["tasks"])
         given = (setup.name, setup.ends, setup.edges, 2 * setup.edge_ms, 2 * setup.cloud_ms)
-        printed = schedules.printed_ends_per_edge(system), schedules.printed_cloud_share(system)
-        rows.append((*given, *printed, schedules.cloud_share(system)))
+        printed = tiers_schedules.printed_ends_per_edge(system), tiers_schedules.printed_cloud_share(system)
+        rows.append((*given, *printed, tiers_schedules.cloud_share(system)))
     head = ("schedule", "ends", "edges", "edges' delay, ms", "cloud's delay, ms")
     return (*head, "ends of an edge, printed", "cloud's share, printed", "cloud's share, as run"), rows
 
@@ -299,7 +299,7 @@ def failure_prediction(results: dict[str, Any]) -> tuple[Sequence[str], list[tup
         if "reassign" in modes:
             reassign, whole = modes["reassign"], found[0]["reassign"]["seconds"]
             tasks, before, timeout = about["failing_tasks"], reassign["tasks_before"], reassign["timeout"]
-            serial = schedules.reassigned(whole, tasks, about["ends"], dead, before, timeout)
+            serial = tiers_schedules.reassigned(whole, tasks, about["ends"], dead, before, timeout)
             rows.append(
                 (dead, _least(results, "reassign", dead, before), serial, whole + reassign["timeouts"] * timeout)
             )
@@ -326,7 +326,7 @@ def _least(results: dict[str, Any], mode: str, dead: int, before: int) -> float:
     """Seconds that the ends that live need at least, by what all ends take in this mode when none dies."""
     about, whole = results["about"], _failures(results)[0][mode]["seconds"]
     seconds = whole * about["ends"] / about["failing_tasks"]
-    return schedules.living(about["failing_tasks"], about["ends"], dead, before, seconds)
+    return tiers_schedules.living(about["failing_tasks"], about["ends"], dead, before, seconds)
 
 
 def _of(results: dict[str, Any], prefix: str) -> dict[str, Any]:

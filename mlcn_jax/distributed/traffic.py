@@ -1,10 +1,7 @@
-"""Bytes exchanged between the devices of a mesh, counted in advance and in a compiled program."""
+"""Bytes and messages that the devices of a mesh exchange in a training step."""
 
-import collections
 import functools
 import math
-import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +24,8 @@ def exchanged_bytes(
     and a part of the gradient's norm.
     All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`, or in the model's
     dtype if that has fewer bytes, but for gradients of parameters (a CPU sends what is in bfloat16 in float32, unless
-    `exchange_dtype` says so). In bfloat16, a
-    scatter is an all-to-all, and a sum an all-to-all and a gather (`nn.words`), of as many bytes each. Up to padding in
-    bfloat16, equal to what `collective_bytes` finds in the compiled program.
+    `exchange_dtype` says so). In bfloat16, a scatter is an all-to-all, and a sum an all-to-all and a gather
+    (`nn.words`), of as many bytes each.
     """
     size_of = jnp.dtype(exchange_dtype).itemsize
     of_value = min(size_of, spec.dtype.itemsize)
@@ -59,7 +55,7 @@ def exchanged_messages(
     Gathers and scatters: of columns and of each layer of the decoder that divides, in each of the `parts` of gradient
     accumulation. Sums: one of the gradients of all arrays that are sharded over lanes, if the batch is sharded as well,
     and one of all other gradients, metrics and a part of the norm (`mesh.value_and_grad_over`); these are apart unless
-    gradients are sent in float32. In float32 and with one part, equal to what `collective_messages` finds.
+    gradients are sent in float32.
     """
     layout, _ = _layout(spec, lane)
     layers = len(_gathered_layers(spec, lane)) if lane > 1 else 0
@@ -85,35 +81,3 @@ def _columns_get_gradients(spec: ModelSpec) -> bool:
 def _gathered_layers(spec: ModelSpec, lane: int) -> list[int]:
     """The sizes of the decoder's layers whose units are sharded."""
     return [size for size in (*spec.decoder, math.prod(spec.image_shape)) if size % lane == 0]
-
-
-def collective_bytes(compiled_text: str) -> dict[str, int]:
-    """Bytes of all arrays that a compiled program (`compiled.as_text()`) gathers, scatters and reduces, by collective.
-
-    Full arrays are counted: the output of a gather, the input of a scatter. Other collectives are listed if present.
-    """
-    totals = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
-    for name, size in _collectives(compiled_text):
-        totals[name] = totals.get(name, 0) + size
-    return totals
-
-
-def collective_messages(compiled_text: str) -> dict[str, int]:
-    """How many arrays a compiled program (`compiled.as_text()`) gathers, scatters and reduces, by kind of collective.
-
-    A collective of several arrays counts as several: on CPUs, each of its arrays is sent by itself.
-    """
-    return dict(collections.Counter(name for name, _ in _collectives(compiled_text)))
-
-
-def _collectives(compiled_text: str) -> Iterator[tuple[str, int]]:
-    """The kind of collective and the bytes of each array."""
-    pattern = r" = (\(.*?\)|\S+) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\((.*)"
-    for shapes, name, rest in re.findall(pattern, compiled_text):
-        times = 1
-        if name == "reduce-scatter":
-            group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
-            times = len(group.group(1).split(",")) if group else 1
-        for kind, bits, dims in re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", shapes):
-            del kind
-            yield name, times * (int(bits) // 8) * math.prod(int(n) for n in dims.split(",") if n)

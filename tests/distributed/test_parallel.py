@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from made_collectives import collective_bytes, collective_messages
 from made_params import made_params
 
 from mlcn_jax.distributed import mesh as mesh_lib
@@ -135,17 +136,17 @@ def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, 
     """Sums over devices: one for all, however many arrays, and one of shards of lanes if batches are sharded too."""
     spec = dataclasses.replace(LANES, decoder=decoder)
     text = compiled_step(rng, spec, data, lane)
-    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
+    assert collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
     gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
     expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
-    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
-    assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
+    assert collective_messages(text) == {name: count for name, count in expected.items() if count}
+    assert traffic.exchanged_messages(spec, data, lane) == collective_messages(text)
 
 
 def test_clipping_over_a_mesh_sends_nothing_more(rng):
     """It takes the norm that has been summed for the metrics."""
     text = compiled_step(rng, LANES, 2, 2, clip_norm=1.0)
-    assert traffic.collective_messages(text) == traffic.exchanged_messages(LANES, 2, 2)
+    assert collective_messages(text) == traffic.exchanged_messages(LANES, 2, 2)
 
 
 @pytest.mark.parametrize(("ensemble_weight", "scatters"), [(0.0, 0), (0.5, 1)])
@@ -153,8 +154,8 @@ def test_columns_of_lanes_that_classify_alone_get_a_gradient_only_from_the_ensem
     own = {"norm_group": 4, "ensemble_weight": ensemble_weight, "decoder": (15,)}  # no layer can be divided
     spec = ModelSpec("mlcn", (17, 19, 1), 3, "resnet:w1*4", **own)
     text = compiled_step(rng, spec, 2, 2)
-    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, 2, 2)
-    found = traffic.collective_messages(text)
+    assert collective_bytes(text) == traffic.exchanged_bytes(spec, 8, 2, 2)
+    found = collective_messages(text)
     assert found.get("reduce-scatter", 0) == scatters
     assert found == traffic.exchanged_messages(spec, 2, 2)
 
@@ -164,14 +165,14 @@ def test_half_the_bytes_cross_in_bfloat16(rng):
     spec = dataclasses.replace(LANES, decoder=(16, 24))
     whole, half = (traffic.exchanged_bytes(spec, 8, 2, 2, dtype) for dtype in ("float32", "bfloat16"))
     text = compiled_step(rng, spec, 2, 2, "bfloat16")
-    found = traffic.collective_bytes(text)
+    found = collective_bytes(text)
     scalars = 4 * 5
     crossing = half["all-gather"] + half["all-reduce"] - scalars
     assert crossing == (whole["all-gather"] + whole["all-reduce"] - scalars) / 2
     count = 4 + 1  # columns, three layers, gradients
     for name, arrays in (("all-gather", 1), ("all-to-all", 2)):  # an all-to-all has one for each device
         assert crossing <= found[name] <= crossing + 4 * 2 * count, "padding to words and to parts"
-        assert traffic.collective_messages(text)[name] == arrays * count
+        assert collective_messages(text)[name] == arrays * count
     assert (found["all-reduce"], found["reduce-scatter"]) == (scalars, 0)
 
 

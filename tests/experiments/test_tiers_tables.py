@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from made_tiers import policy
 
-from experiments import quiet, tiers_home, tiers_tables, tiers_tables_report
+from experiments import quiet, tiers_home, tiers_schedules, tiers_tables, tiers_tables_report
 from experiments.tiers_dispatch import Outcome, summary
 from experiments.tiers_setups import Setup, with_printed_mapping
 from experiments.tiers_tables_report import mean_error, schedule_rows, write_report
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
-from mlcn_jax.tiers import schedules, wire
+from mlcn_jax.tiers import wire
 
 RELAY = [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}]
 
@@ -49,7 +49,7 @@ def made():
         "cut pixels over a link": cut("pixels", 0, 20.0, 1.0),
         "cut conv1 in 8 bits": cut("conv1", 8, 20.0, 4.0, 0.02),
     }
-    setups = [Setup(name, ends, 1, 10.0, 50.0) for name in schedules.SCHEDULES for ends in (1, 2)]
+    setups = [Setup(name, ends, 1, 10.0, 50.0) for name in tiers_schedules.SCHEDULES for ends in (1, 2)]
     for setup in [*setups, Setup("End-Edge", 2, 1, 500.0, 50.0)]:
         found = {"seconds": 2.0, "first_seconds": 1.0, "runs": 1, "largest_error": 0.0}
         measured[setup.key] = {"setup": dataclasses.asdict(setup)} | found
@@ -138,10 +138,12 @@ def test_mapping_is_also_run_as_printed_where_that_is_another_and_can_be():
     found = list(with_printed_mapping([*setups, Setup("End", 8, 2, 10.0, 50.0)], devices, 10))
     assert found[:-1] == [setups[0], as_printed, setups[1]], "two edges for one end: a share of -1"
     system, own = as_printed.system(devices, 40), setups[0].system(devices, 40)
-    assert schedules.cloud_share(system) == schedules.printed_cloud_share(system) == 0.75
-    assert schedules.cloud_share(own) == pytest.approx(1 / 8)
-    assert schedules.corrected("Mapping", system) == pytest.approx(30 * 0.2 + 0.1), "three quarters go to the cloud"
-    assert schedules.corrected("Mapping", own) < 0.5 * schedules.corrected("Mapping", system)
+    assert tiers_schedules.cloud_share(system) == tiers_schedules.printed_cloud_share(system) == 0.75
+    assert tiers_schedules.cloud_share(own) == pytest.approx(1 / 8)
+    assert tiers_schedules.corrected("Mapping", system) == pytest.approx(30 * 0.2 + 0.1), (
+        "three quarters go to the cloud"
+    )
+    assert tiers_schedules.corrected("Mapping", own) < 0.5 * tiers_schedules.corrected("Mapping", system)
     results = made()
     for setup, seconds in ((setups[0], 1.0), (as_printed, 6.0)):
         found = {"seconds": seconds, "first_seconds": 1.0, "runs": 1, "largest_error": 0.0}
@@ -163,7 +165,7 @@ def test_most_of_the_other_setups_are_not_bound_by_ends():
         assert setup.edges <= scale.edges
         assert not setup.is_of_figure(scale.edges)
         system = setup.system(devices | {"dispatch": 0.005}, scale.tasks)
-        assert schedules.bottleneck(setup.schedule, system) in ("edge", "cloud"), setup
+        assert tiers_schedules.bottleneck(setup.schedule, system) in ("edge", "cloud"), setup
 
 
 def test_a_report_leaves_out_what_was_not_measured_yet(tmp_path, monkeypatch):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from made_collectives import collective_bytes, collective_messages
 from made_params import made_params
 
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
-from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stack_programs, stacks_runner, step
@@ -161,12 +161,12 @@ def test_a_step_among_processes_takes_a_gather_and_a_scatter(rng):
     assert among.sent == {"messages": 3 * 2, "bytes": 3 * stacks * (to_head + to_stacks)}
     message = jax.ShapeDtypeStruct((stacks, to_head // 4), jnp.uint32, sharding=among._shared)
     gather = among._all_gather.lower(message).compile().as_text()
-    assert traffic.collective_bytes(gather)["all-gather"] == stacks * to_head
-    assert traffic.collective_messages(gather) == {"all-gather": 1}
+    assert collective_bytes(gather)["all-gather"] == stacks * to_head
+    assert collective_messages(gather) == {"all-gather": 1}
     message = jax.ShapeDtypeStruct((stacks * stacks, to_stacks // 4), jnp.uint32, sharding=among._shared)
     scatter = among._reduce_scatter.lower(message).compile().as_text()
-    assert traffic.collective_bytes(scatter)["reduce-scatter"] == stacks * to_stacks
-    assert traffic.collective_messages(scatter) == {"reduce-scatter": 1}
+    assert collective_bytes(scatter)["reduce-scatter"] == stacks * to_stacks
+    assert collective_messages(scatter) == {"reduce-scatter": 1}
 
 
 @pytest.mark.long

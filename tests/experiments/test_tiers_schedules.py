@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlcn_jax.tiers.schedules import (
+from experiments.tiers_schedules import (
     Device,
     System,
     cloud_share,
