@@ -4,13 +4,14 @@ Needs jax, flatbuffers, numpy and Pillow, and no training code. An artifact hold
 you trust. Its manifest shows whether it was damaged, not who exported it.
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", XLA, ONNX)
-UNREADABLE = {errno.ENOENT, *NO_ACCESS}  # other errors, such as too many open files, say nothing about a folder
+_UNREADABLE = {errno.ENOENT, *NO_ACCESS}  # other errors, such as too many open files, say nothing about a folder
 # Weights of up to this many bytes are compiled into the programs, already transformed: mostly twice as fast for 8
 # images of published lanes on a CPU (benchmarks/results/inference_parts.json), in ten times their memory a program.
 _COMPILED_IN_BYTES = 2**25
@@ -158,7 +159,7 @@ class Artifact(Classifier):
 
     def __init__(self, folder: str | Path, runtime: str = "auto", spin: bool = True):
         folder = pretrained.find_export(str(folder))
-        try:
+        with reading(folder, "export the model again"):
             self.manifest = verified_manifest(folder)
             self.description = description = json.loads((folder / MODEL).read_text())
             self.class_names = tuple(description["class_names"])
@@ -168,14 +169,6 @@ class Artifact(Classifier):
             self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = read_weights(folder / WEIGHTS)
-        except (InputError, MemoryError):
-            raise
-        except OSError as error:
-            if error.errno not in UNREADABLE:
-                raise
-            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
-        except Exception as error:  # the files match the manifest, but their content cannot be read
-            raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         if "tier" in description:
             raise InputError(
                 f"{folder} holds only the lanes of tier {description['tier']!r}, not a whole model: serve it with "
@@ -299,6 +292,26 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest with the SHA-256 of its own content added."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+@contextlib.contextmanager
+def reading(folder: Path, again: str) -> Iterator[None]:
+    """Raises InputError if the block cannot read the files of an artifact; leaves errors of the machine as they are.
+
+    Args:
+      folder: the artifact.
+      again: for the message: how to make another one, where the files match the manifest but hold something else.
+    """
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
+    except Exception as error:
+        raise InputError(f"{folder} cannot be read ({error!r}): {again}") from error
 
 
 def verified_manifest(

@@ -19,13 +19,13 @@ from mlcn_jax.launch import program
 from mlcn_jax.serving.artifact import (
     MANIFEST,
     MODEL,
-    UNREADABLE,
     WEIGHTS,
     Function,
     apply_in_batches,
     check_unchanged,
     load_functions,
     read_weights,
+    reading,
     verified_manifest,
 )
 from mlcn_jax.serving.parts import PER_LANE, XLA, Functions, added_up, open_lanes
@@ -35,6 +35,7 @@ from mlcn_jax.tiers.policy import FILE, Policy
 SIGNATURE = "manifest.sig"
 PART = "part"  # prefix of the weights, and stem of the functions, of a tier's own lanes
 HOME = "home-"  # prefix of what is computed at home for a tier, before the name of that tier
+_AGAIN = "split the model again"
 
 
 class TierArtifact:
@@ -59,14 +60,10 @@ class TierArtifact:
 
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
         folder = Path(folder)
-        try:
+        with reading(folder, _AGAIN):
             _check_is_one_tier(folder)
             manifest = verified_manifest(folder, "a tier of a split model", "tiers split WORKDIR")
             _check_signature(folder, manifest, trusted)
-        except OSError as error:
-            if error.errno not in UNREADABLE:
-                raise
-            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         try:
             self._load(folder, manifest)
         finally:  # whatever was wrong with files of another split
@@ -78,7 +75,7 @@ class TierArtifact:
                 f"{folder} is not a tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes it"
             )
         self.policy = Policy.read(folder / FILE)
-        try:
+        with reading(folder, _AGAIN):
             about = json.loads((folder / MODEL).read_text())
             self.name, self.lanes = str(about["tier"]), tuple(about["lanes"])
             self.class_names, self.image_shape = tuple(about["class_names"]), tuple(about["image_shape"])
@@ -87,28 +84,20 @@ class TierArtifact:
             self.step, self.exported = manifest["step"], manifest["date"]
             functions = [Function(**function) for function in manifest["functions"]]
             weights = read_weights(folder / WEIGHTS)
-        except (InputError, MemoryError):
-            raise
-        except OSError as error:
-            if error.errno not in UNREADABLE:
-                raise
-            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
-        except Exception as error:  # the files match the manifest, but their content cannot be read
-            raise InputError(f"{folder} cannot be read ({error!r}): split the model again") from error
         if self.name not in self.policy.names or self.policy.tier(self.name).lanes != self.lanes:
             raise InputError(
                 f"{folder} has the lanes {', '.join(map(str, self.lanes))} of tier {self.name}, but its policy gives "
-                "other lanes to that tier: split the model again"
+                f"other lanes to that tier: {_AGAIN}"
             )
 
         sends = self.policy.names[1:] if self.name == self.policy.names[0] and self.policy.cut != "pixels" else ()
         if set(homes) != set(sends):
             raise InputError(
                 f"{folder} has what is computed for {', '.join(homes) or 'no tier'} before anything is sent, but its "
-                f"policy needs it for {', '.join(sends) or 'none'}: split the model again"
+                f"policy needs it for {', '.join(sends) or 'none'}: {_AGAIN}"
             )
         if not manifest.get("onnx") and not any(function.file.rsplit("-", 2)[0] == PART for function in functions):
-            raise InputError(f"{folder} has no program of its lanes: split the model again")
+            raise InputError(f"{folder} has no program of its lanes: {_AGAIN}")
 
         def load(stem: str, row: jax.ShapeDtypeStruct) -> Functions:
             own = {name.partition(":")[2]: a for name, a in weights.items() if name.partition(":")[0] == stem}
