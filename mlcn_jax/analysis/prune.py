@@ -31,12 +31,12 @@ from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import check_workdir, make_folder, put_in_place, write_json
 from mlcn_jax.nn.calibration import trained_shapes, without_statistics
-from mlcn_jax.nn.model import class_lengths, encode, param_shapes
+from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, WriteError
 from mlcn_jax.training.optimizer import at_step, optimizer_of
-from mlcn_jax.training.session import check_learned, check_remat, open_session
+from mlcn_jax.training.session import check_learned, check_remat, open_session, state_shapes
 from mlcn_jax.training.teacher import Teacher, stored_digests
 from mlcn_jax.training.trained import describe_model, load_trained, restore_best
 
@@ -102,8 +102,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
         raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give an MLCN")
     trained, session = load_trained(workdir), open_session(config)
     check_learned(workdir, session.dataset, session.train)
-    session = dataclasses.replace(session, spec=trained.spec)
-    like = session.state_shapes()
+    like = state_shapes(trained.spec, session.optimizer)
     if config.train.rounds.steps:
         del like["optimizer"]
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
@@ -128,12 +127,6 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
         test=session.dataset.test,
         teachers=stored_digests(workdir),
     )
-
-
-def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> dict[str, Any]:
-    optimizer = optimizer_of(config.train, steps_per_epoch)
-    moments = jax.eval_shape(optimizer.init, param_shapes(spec))
-    return {"params": trained_shapes(spec), "optimizer": moments}
 
 
 def weighted_capsules(run: Run, split: datasets.Split, batch_size: int) -> Float[np.ndarray, "n classes lanes"]:
@@ -211,7 +204,7 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
         check_remat(spec)
     except InputError:  # the lanes that are left hold no activations that it could save
         spec = dataclasses.replace(spec, remat="none")
-    shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
+    shapes = state_shapes(spec, optimizer_of(run.config.train, run.steps_per_epoch))
     return dataclasses.replace(
         run,
         config=run.config.replace(

@@ -21,7 +21,7 @@ from mlcn_jax.training.evaluate import check_statistics
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import MetricsWriter, read_rows
-from mlcn_jax.training.session import Session, calibration_images
+from mlcn_jax.training.session import Session, calibration_images, step_options
 from mlcn_jax.training.step import TrainState
 
 CHECKPOINTS = "checkpoints"  # in the workdir, as those of an ordinary run
@@ -41,7 +41,7 @@ class Judge:
         self._session, self._workdir = session, workdir
         self._checkpoints = Checkpoints(workdir / CHECKPOINTS)
         self._like = param_shapes(session.spec)
-        self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
+        self._runner = MeshRunner(session.spec, session.optimizer, None, **step_options(session.config))
         self._writer = MetricsWriter(workdir, step)
         rows = read_rows(workdir / "metrics.jsonl")
         self._validated = {row["step"] for row in rows if row.get("split") == "validation"}

@@ -33,7 +33,7 @@ from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
-from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.session import Session, open_session, plan_of, step_options
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
@@ -169,10 +169,10 @@ class Trainer:
         self._stack.callback(self._checkpoints.close)
         self._num_saves, self._run = 0, identity(session)
         self._kept = self._read(workdir)
-        plan = session.plan(workdir, self._share)
+        plan = plan_of(session.config, session.spec, workdir, self._share)
         algorithms = algorithms_of(plan, session.spec, self._share, {})
         self._stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
-        options = session.step_options
+        options = step_options(session.config)
         options["seed"] = (options["seed"] + _SEEDS_APART * worker) % 2**32
         self._runner = make_runner(plan, session.spec, session.optimizer, clip_norm=settings.clip_norm, **options)
         self._batches = Batches(

@@ -29,7 +29,7 @@ from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
-from mlcn_jax.training.session import Session, calibration_images, open_session, warn_of_unused
+from mlcn_jax.training.session import Session, calibration_images, open_session, plan_of, step_options, warn_of_unused
 from mlcn_jax.training.start import announce, check_is_no_other, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
@@ -91,7 +91,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         _check_same(processes.gather(model_facts | _scored_images(session)))
         if checkpoints.exist():
             check_resumable(session, workdir, model_facts)
-        plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
+        plan = plan_of(config, spec, workdir)  # which keeps files there, and not in the workdir of another run
         state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.in_first(lambda: algorithms)
         for _, size in settings.sizes():
@@ -117,7 +117,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             return finished
 
         announce(session, plan.about, workdir, start, num_steps)
-        options = session.step_options | teacher.options
+        options = step_options(config) | teacher.options
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **options)
         runner.start(state)
         del state

@@ -82,28 +82,9 @@ class Session:
             if begin <= (end - 1) / last and start / last < until
         ]
 
-    @property
-    def step_options(self) -> dict[str, Any]:
-        """The keyword arguments of `step.make_train_step` that the configuration sets."""
-        return step_options(self.config)
-
-    def plan(self, kept: Path | None = None, batch_size: int = 0) -> Plan:
-        """Which device computes what; raises InputError if the available devices are not suitable.
-
-        Args:
-          kept: as for `plan.make_plan`.
-          batch_size: images of a step, if these are not the configuration's `train.batch_size`.
-        """
-        return plan_of(self.config, self.spec, kept, batch_size)
-
     def model_facts(self) -> dict[str, Any]:
         """The content of `model.json`."""
         return describe_model(self.spec, self.dataset.class_names, datasets.digest(self.train))
-
-    def state_shapes(self) -> dict[str, Any]:
-        """Shapes and dtypes of `params` and `optimizer` in checkpoints, without computing them."""
-        optimizer = jax.eval_shape(self.optimizer.init, param_shapes(self.spec))
-        return {"params": trained_shapes(self.spec), "optimizer": optimizer}
 
 
 def open_session(config: RunConfig) -> Session:
@@ -245,7 +226,13 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
 
 
 def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_size: int = 0) -> Plan:
-    """The plan of a configuration; arguments as for `Session.plan`, errors as for `plan.make_plan`."""
+    """Which device computes what; raises InputError if the available devices are not suitable.
+
+    Args:
+      config, spec: what is trained.
+      kept: as for `plan.make_plan`.
+      batch_size: images of a step, if these are not the configuration's `train.batch_size`.
+    """
     settings, batch_size = config.parallel, batch_size or config.train.batch_size
     if spec.remat == OFFLOAD:
         check_offload(settings.plan, jax.local_devices()[0])
@@ -270,6 +257,11 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_
     else:
         check_independent(spec, parts)
     return plan
+
+
+def state_shapes(spec: ModelSpec, optimizer: optax.GradientTransformation) -> dict[str, Any]:
+    """Shapes and dtypes of `params` and `optimizer` in checkpoints, without computing them."""
+    return {"params": trained_shapes(spec), "optimizer": jax.eval_shape(optimizer.init, param_shapes(spec))}
 
 
 def check_offload(plan: str, device: jax.Device) -> None:

@@ -17,7 +17,7 @@ from mlcn_jax.nn.model import count_parameters, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
-from mlcn_jax.training.session import Session, whiten_from
+from mlcn_jax.training.session import Session, state_shapes, whiten_from
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.teacher import TEACHERS
 from mlcn_jax.training.trained import Trained, load_trained
@@ -76,7 +76,7 @@ def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[Trai
     3. Random parameters from `config.train.seed`.
     """
     if checkpoints is not None and checkpoints.exist():
-        restored, facts = checkpoints.restore(session.state_shapes())
+        restored, facts = checkpoints.restore(state_shapes(session.spec, session.optimizer))
         _log.info("resuming from step %d", facts["step"])
         params = without_statistics(restored["params"])
         state = TrainState(jnp.asarray(facts["step"], jnp.int32), params, restored["optimizer"])

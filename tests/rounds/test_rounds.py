@@ -24,7 +24,7 @@ from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.optimizer import at_step
-from mlcn_jax.training.session import open_session
+from mlcn_jax.training.session import open_session, step_options
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.trained import load_trained
 
@@ -129,7 +129,7 @@ def by_one_optimizer(config, optimizer):
     """The same batches with an ordinary optimizer, without rounds."""
     session = dataclasses.replace(open_session(config), optimizer=optimizer)
     state, _ = start_state(session, None)
-    runner = MeshRunner(session.spec, optimizer, None, **session.step_options)
+    runner = MeshRunner(session.spec, optimizer, None, **step_options(session.config))
     runner.start(state)
     batches = Batches(session.train.images, session.train.labels, config.train.batch_size, config.train.seed)
     runner.compile(*batches.at(0))

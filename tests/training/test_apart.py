@@ -17,7 +17,7 @@ from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import make_evaluator
 from mlcn_jax.training.loop import train
 from mlcn_jax.training.plan import make_runner
-from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.session import Session, open_session, plan_of, step_options
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.trained import load_trained
 
@@ -39,7 +39,8 @@ def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
     session = open_session(RunConfig().replace(APART | changes))
     state, _ = start_state(session, None)
     settings = session.config.train
-    runner = make_runner(session.plan(), session.spec, session.optimizer, **session.step_options)
+    plan, options = plan_of(session.config, session.spec), step_options(session.config)
+    runner = make_runner(plan, session.spec, session.optimizer, **options)
     runner.start(state)
     batches = Batches(session.train.images, session.train.labels, settings.batch_size, settings.seed)
     runner.compile(*batches.at(0))
