@@ -1,5 +1,6 @@
 """Describes what a configuration builds, without computing it."""
 
+import logging
 from typing import Any
 
 from mlcn_jax.analysis.describe_work import scaling
@@ -12,6 +13,8 @@ from mlcn_jax.placement.simulate import Link
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.session import check_settings
 
+_log = logging.getLogger(__name__)
+
 
 def describe(
     config: RunConfig, link: Link | None = None, profile: DeviceProfile | None = None, most_devices: int = 64
@@ -20,8 +23,8 @@ def describe(
 
     Lanes, input shape, parameters, forward FLOPs per image, cost of each lane; work, depth and bounds by part
     (`describe_work.scaling`). FLOPs are those of plain (native) convolutions, whatever algorithm is used; `work` is
-    that of the algorithms that a run uses on this machine. The dataset is not read, except for a folder of images,
-    whose classes must be counted.
+    that of the algorithms that a run uses on this machine, of a step with images of full size and without a teacher.
+    The dataset is not read, except for a folder of images, whose classes must be counted.
 
     Args:
       config: the configuration.
@@ -35,6 +38,10 @@ def describe(
     batch_size = config.train.batch_size
     check_settings(config, spec)
     check_parts(spec, batch_size, 1, config.train.accumulation_steps)
+    if config.train.teacher:
+        _log.warning("the work of train.teacher, which classifies each batch before the step, is not counted")
+    if any(size for _, size in config.train.sizes()):
+        _log.warning("train.image_sizes: the work is that of steps with images of full size")
 
     def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
         one = cost.cost_of(spec, lane)

@@ -124,7 +124,8 @@ def draw_offsets(
 
     num_lanes, num_offsets, height, width, _ = reconstructions.shape
     plain = reconstructions[0, list(offsets).index(0)]
-    changes = (reconstructions - plain).mean(axis=-1)
+    each = reconstructions - plain
+    changes = np.take_along_axis(each, np.abs(each).argmax(axis=-1, keepdims=True), axis=-1)  # of any color the largest
     limit = max(float(np.abs(changes).max()), 1e-6)
     rows = _TILE_INCHES * num_lanes * height / width
     figure = Figure(figsize=(2.4 + 2 * _TILE_INCHES * num_offsets, 2.6 + rows), layout="constrained")
@@ -145,7 +146,7 @@ def draw_offsets(
     left, right = below.subplots(1, 2, sharey=True)
     _draw_tiles(left, reconstructions, offsets, names, cmap="gray", vmin=0, vmax=1, pad=1.0)
     left.set_title("reconstructions", fontsize=9)
-    colors = _draw_tiles(right, changes[..., None], offsets, names, cmap="RdBu_r", vmin=-limit, vmax=limit, pad=0.0)
+    colors = _draw_tiles(right, changes, offsets, names, cmap="RdBu_r", vmin=-limit, vmax=limit, pad=0.0)
     right.set_title("difference from the reconstruction", fontsize=9)
     below.colorbar(colors, ax=right, fraction=0.03, label="pixel value")
     write_figure(figure, path, dpi=110, bbox_inches="tight")

@@ -1,7 +1,8 @@
 """Lanes: their kinds, and groups of equal ones.
 
 A lane is a pure function from images to one number per class. Lanes share no parameters and no
-activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters.
+activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters, or, for kinds that normalise, one
+lane after the other.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class LaneSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LaneGroup:
-    """`count` equal lanes, run as one vmapped function."""
+    """`count` equal lanes, whose parameters are stacked."""
 
     spec: LaneSpec
     count: int

@@ -5,8 +5,9 @@ normalisation has no running averages: in training, each group of `group_size` i
 statistics, so that whole groups can be on any device; for evaluation, `calibrate` collects the statistics of a fixed
 set of training images under fixed parameters.
 
-Source: Jordan 2024, arXiv 2404.00498, for the layers and their initial values; Wu and Johnson 2021, arXiv 2105.07576,
-for statistics collected after training. As lanes of capsules: this project.
+Source: Jordan 2024, arXiv 2404.00498, for the layers and their initial values, but for GELU in its tanh form, random
+filters that start with length 1 instead of about 0.58, and an epsilon of 1e-5 instead of 1e-12; Wu and Johnson 2021,
+arXiv 2105.07576, for statistics collected after training. As lanes of capsules: this project.
 """
 
 import functools

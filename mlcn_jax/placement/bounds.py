@@ -3,8 +3,11 @@
 L is the latency of a message in seconds, G the seconds of a byte, P the number of devices, m the bytes of the array.
 A gather of an array and the scatter of its gradient are the two halves of such a sum, and cost as much together.
 
+Butterfly's and Rabenseifner's algorithms need a power of two: of other numbers of devices, each beyond the last such
+power sends its array to another one before, and gets the sum from it afterwards.
+
 Source: Brent 1974 (Journal of the ACM 21(2)); Ben-Nun and Hoefler 2019 (ACM Computing Surveys 52(4)), section 2.5,
-for the formulas of communication.
+for the formulas of communication; Thakur et al. 2005 (IJHPCA 19(1)), section 4, for other numbers than powers of two.
 """
 
 import dataclasses
@@ -15,11 +18,11 @@ from mlcn_jax.placement.simulate import Link
 
 
 def _tree(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
-    return 2 * math.log2(devices) * (latency + num_bytes * per_byte)
+    return 2 * math.ceil(math.log2(devices)) * (latency + num_bytes * per_byte)
 
 
 def _butterfly(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
-    return math.log2(devices) * (latency + num_bytes * per_byte)
+    return (math.floor(math.log2(devices)) + _extra(devices)) * (latency + num_bytes * per_byte)
 
 
 def _ring(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
@@ -27,7 +30,14 @@ def _ring(devices: int, num_bytes: float, latency: float, per_byte: float) -> fl
 
 
 def _rabenseifner(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
-    return 2 * latency * math.log2(devices) + 2 * num_bytes * per_byte * (devices - 1) / devices
+    rounds = math.floor(math.log2(devices))
+    halved = 2 * latency * rounds + 2 * num_bytes * per_byte * (1 - 0.5**rounds)
+    return halved + _extra(devices) * (latency + num_bytes * per_byte)
+
+
+def _extra(devices: int) -> int:
+    """Messages of an entire array that precede and follow the algorithms for powers of two."""
+    return 0 if devices & (devices - 1) == 0 else 2
 
 
 ALGORITHMS: dict[str, Callable[[int, float, float, float], float]] = {
@@ -51,7 +61,7 @@ def communication(devices: int, num_bytes: float, link: Link) -> dict[str, float
         latency = 0.0
     found = {name: formula(devices, num_bytes, latency, per_byte) for name, formula in ALGORITHMS.items()}
     return found | {
-        "least_latency": latency * math.log2(devices),
+        "least_latency": latency * math.ceil(math.log2(devices)),
         "least_bytes": 2 * num_bytes * per_byte * (devices - 1) / devices,
     }
 

@@ -124,13 +124,13 @@ class _Count:
             counting = self if turn == 0 else _Count()  # every iteration computes as much as the first
             out = counting.follow(body, [*fixed, *ends, *rows], times * length)
             steps.append([new - old for new, old in zip(out[:carried], ends, strict=True)])
-            ends, last = out[:carried], out[carried:]
+            ends, last = out[:carried], list(map(max, last, out[carried:]))  # results of all turns are stacked
             if turn >= _STEADY_TURNS and len({tuple(step) for step in steps[-_STEADY_TURNS:]}) == 1:
                 # Depths are maxima of sums, which are convex: if the last iteration adds as much, so do all before it.
                 near = [end + (length - turn - 2) * step for end, step in zip(ends, steps[-1], strict=True)]
                 out = _Count().follow(body, [*fixed, *near, *rows], 1)
                 if out[:carried] == [end + step for end, step in zip(near, steps[-1], strict=True)]:
-                    return out
+                    return [*out[:carried], *map(max, last, out[carried:])]
         return [*ends, *last]
 
     def _branches(self, branches: Sequence[Any], before: list[int], times: int) -> list[int]:

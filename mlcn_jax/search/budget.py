@@ -107,7 +107,7 @@ def parse_device(text: str) -> tuple[dict[str, str], int]:
     known = {"memory", "flops"} if "profile" not in values else {"memory", "profile", "seconds"}
     good = len(values) == len(pairs) and all(value for _, _, value in pairs) and set(values) <= known
     good = good and (("flops" in values) if "profile" not in values else ("seconds" in values))
-    if not good or (star and not re.fullmatch(r"\s*\d+\s*", count)):
+    if not good or (star and not re.fullmatch(r"\s*\d{1,18}\s*", count)):
         raise InputError(
             f"search.devices: {text.strip()!r} does not describe a device: give flops=, or profile= and seconds=, and "
             f"optionally memory= and *COUNT, {FORM}"

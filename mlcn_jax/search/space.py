@@ -257,6 +257,11 @@ def make_space(
     unit = sum(group.count * load_of(group.spec) for group in parse_lanes(baseline))
     buckets: list[Bucket] = []
     for values, count in _entries(devices):
+        if len(buckets) + count > _MOST_LANES:
+            raise InputError(
+                f"search.devices={devices!r} describes {len(buckets) + count:,} devices or more, and models of at most "
+                f"{_MOST_LANES:,} lanes are tried: give fewer devices"
+            )
         if published and not values.get("flops", "").endswith("x"):
             raise InputError(
                 f"search.devices={devices!r}: search.costs is 'published', whose formulas give neither FLOPs nor "

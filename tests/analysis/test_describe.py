@@ -128,3 +128,14 @@ def test_a_hybrid_sums_gradients_over_one_axis_and_gathers_over_the_other():
 def test_capsnet_has_work_and_no_parts():
     config = RunConfig().replace({"model.name": "capsnet", "model.lanes": "", "train.batch_size": 2})
     assert set(describe.describe(config, Link(1e-5, 1e9))["scaling"]["work"]) == {"all"}
+
+
+def test_what_the_work_leaves_out_is_said(caplog):
+    settings = {"model.lanes": "resnet:w1d2", "data.name": "fashion_mnist", "train.batch_size": 8}
+    describe.describe(RunConfig().replace(settings))
+    assert not caplog.messages
+    described = describe.describe(RunConfig().replace(settings | {"train.teacher": "x", "train.image_sizes": "16:0.5"}))
+    assert described["model"] == "mlcn"
+    teacher, sizes = caplog.messages
+    assert "train.teacher" in teacher
+    assert "train.image_sizes" in sizes

@@ -187,6 +187,17 @@ def test_the_picture_of_an_image_says_what_is_added_to_what(tmp_path, monkeypatc
         figure.canvas.draw()  # names of classes are no formulas
 
 
+def test_a_change_of_hue_alone_is_drawn_as_a_difference(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(script, "write_figure", lambda figure, path, **how: drawn.append(figure))
+    changed = np.full((1, 2, 4, 4, 3), 0.5)
+    changed[0, 1] += [0.3, 0.0, -0.4]
+    row, image = {"index": 7, "class": "cat", "predicted": "dog"}, np.zeros((4, 4, 3), np.uint8)
+    script.draw_offsets(tmp_path / "a.png", row, ["lane 0"], (0.0, 0.1), image, changed)
+    [difference] = [shown for axes in drawn[0].axes for shown in axes.images if shown.get_cmap().name == "RdBu_r"]
+    assert difference.get_array().min() == pytest.approx(-0.4)
+
+
 def test_numbers_of_images():
     assert read_numbers("") == []
     assert read_numbers("7, 0,7") == [7, 0]

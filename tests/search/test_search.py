@@ -202,6 +202,8 @@ def test_costs_are_those_of_the_lanes_and_the_decoder_has_its_place():
         ("flops=0x", "must be a number above 0"),
         ("memory=3parsec flops=1x", "must be a number above 0"),
         ("flops=1x*two", "does not describe a device"),
+        ("flops=1x*" + "9" * 5000, "does not describe a device"),
+        ("flops=1x*8,flops=0.25x*3000000000", "3,000,000,008 devices or more"),
         ("flops=1x flops=2x", "does not describe a device"),
         ("profile=/nowhere.json seconds=1", "cannot be read"),
         ("flops=1e400", "has room for inf lanes"),
