@@ -13,7 +13,7 @@ import numpy as np
 
 from mlcn_jax.errors import Diverged
 from mlcn_jax.files import write_json
-from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
+from mlcn_jax.nn.calibration import with_statistics
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds.vector import Vector, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
@@ -23,6 +23,7 @@ from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import MetricsWriter, read_rows
 from mlcn_jax.training.session import Session, calibration_images, step_options
 from mlcn_jax.training.step import TrainState
+from mlcn_jax.training.trained import best_params
 
 CHECKPOINTS = "checkpoints"  # in the workdir, as those of an ordinary run
 _log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Judge:
         rows = read_rows(workdir / "metrics.jsonl")
         self._validated = {row["step"] for row in rows if row.get("split") == "validation"}
         settings = session.config.train
+        self._by_lane = settings.lanes_apart and len(session.spec.lane_specs) > 1
         self._calibrating = calibration_images(session.train, settings.batch_size, settings.accumulation_steps)
         self._checkpoints.delete_after(step)  # checkpoints of rounds that were lost
         self._last = self._checkpoints.newest_step()
@@ -78,13 +80,13 @@ class Judge:
         if self._checkpoints.has(step):
             return
         session = self._session
-        params, accuracy = self._load(vector, step), None
+        params, accuracy, of_lanes = self._load(vector, step), None, ()
         statistics = self._runner.calibrate(self._calibrating)
         check_statistics(statistics, step)
         calibrated = with_statistics(params, statistics)
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.part_size)
-            accuracy = scores.accuracy
+            accuracy, of_lanes = scores.accuracy, scores.lane_accuracies if self._by_lane else ()
             if not math.isfinite(scores.loss):
                 raise Diverged(f"step {step}: the validation loss is {scores.loss}; earlier checkpoints are kept")
             if step not in self._validated:  # the coordinator may have been killed between this row and the checkpoint
@@ -92,7 +94,7 @@ class Judge:
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._writer.to_disk()
-        self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
+        self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy, of_lanes)
         self._checkpoints.wait()  # before the coordinator saves its own state: Orbax saves one thing at a time
 
     def _load(self, vector: Vector, step: int) -> dict:
@@ -108,18 +110,14 @@ class Judge:
           about: facts about the rounds, for the summary.
         """
         session = self._session
-        step = session.num_steps
-        self._load(vector, step)
+        best: dict[str, Any] = {"best_step": session.num_steps}
+        self._load(vector, session.num_steps)
         if len(session.validation.labels):
-            like = {"params": trained_shapes(session.spec)}
-            restored, facts = self._checkpoints.restore(like, best=True)
-            step = facts["step"]
-            self._runner.start(
-                TrainState(jnp.asarray(step, jnp.int32), without_statistics(jax.device_get(restored["params"])), ())
-            )
+            params, best = best_params(self._checkpoints, session.spec)
+            self._runner.start(TrainState(jnp.asarray(best["best_step"], jnp.int32), jax.device_get(params), ()))
         summary = {
-            **final_results(session, self._runner, self._workdir, step),
-            "best_step": step,
+            **final_results(session, self._runner, self._workdir, best["best_step"]),
+            **best,
             "steps": session.num_steps,
             "rounds": dict(about),
         }

@@ -20,7 +20,7 @@ from mlcn_jax.errors import Damaged, Diverged, InputError, differences
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
+from mlcn_jax.nn.calibration import with_statistics
 from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.settings import TrainSettings
 from mlcn_jax.training import evaluate
@@ -33,7 +33,7 @@ from mlcn_jax.training.session import Session, calibration_images, open_session,
 from mlcn_jax.training.start import announce, check_is_no_other, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
-from mlcn_jax.training.trained import restore_best
+from mlcn_jax.training.trained import best_params
 
 _log = logging.getLogger(__name__)
 
@@ -212,10 +212,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if len(validation.labels):
             params = state.params
             if processes.is_first():
-                restored, facts = restore_best(checkpoints, spec, {"params": trained_shapes(spec)})
-                params, best = without_statistics(restored["params"]), {"best_step": facts["step"]}
-                if "lane_steps" in facts:
-                    best["lane_steps"] = facts["lane_steps"]
+                params, best = best_params(checkpoints, spec)
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
         results = final_results(session, runner, workdir, best["best_step"])

@@ -13,7 +13,7 @@ from jax import Array
 from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
-from mlcn_jax.nn.calibration import trained_shapes
+from mlcn_jax.nn.calibration import trained_shapes, without_statistics
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Checkpoints, digest_of
 
@@ -114,6 +114,13 @@ def restore_best(
     trees = [found[step] for step in steps]
     state = jax.tree_util.tree_map_with_path(functools.partial(_own_rows, spec), state, *trees)
     return state, facts | {"lane_steps": steps}
+
+
+def best_params(checkpoints: Checkpoints, spec: ModelSpec) -> tuple[dict, dict[str, Any]]:
+    """The parameters of `restore_best` without statistics, and `best_step` and perhaps `lane_steps` for the summary."""
+    restored, facts = restore_best(checkpoints, spec, {"params": trained_shapes(spec)})
+    steps = {"lane_steps": facts["lane_steps"]} if "lane_steps" in facts else {}
+    return without_statistics(restored["params"]), {"best_step": facts["step"], **steps}
 
 
 def _own_rows(spec: ModelSpec, path: Sequence[Any], leaf: Array, *of_lanes: Array) -> Array:

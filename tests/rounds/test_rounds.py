@@ -357,6 +357,37 @@ def test_statistics_that_are_not_finite_are_not_saved(tiny, tmp_path, monkeypatc
     assert not (tmp_path / "checkpoints" / "14").exists()
 
 
+def test_lanes_apart_have_their_own_best_checkpoints(tiny, tmp_path, monkeypatch):
+    settings = {
+        "model.lanes": "mlcn2:w1*2",
+        "model.lane_seeds": "4,7",
+        "model.margin_loss": "per_lane_sum",
+        "model.decoder_gradient": "none",
+        "data.validation_fraction": 0.1,
+        "data.split_seed": 0,
+        "train.lanes_apart": True,
+        "train.num_steps": 2,
+        "train.checkpoint_every": 1,
+    }
+    session = open_session(tiny.replace(PLAIN | settings))
+    params = start_state(session, None)[0].params
+    judge, vector = Judge(session, tmp_path, 0), to_vector(params)
+    judge._load(vector, 0)
+    scored = judge._runner.scores(session.validation, 50)
+    for step, lanes, confusion in ((1, (0.6, 0.2), np.ones((10, 10))), (2, (0.4, 0.9), np.eye(10))):
+        scores = dataclasses.replace(scored, confusion=confusion, lane_accuracies=lanes)
+        monkeypatch.setattr(judge._runner, "scores", lambda *_, scores=scores, **__: scores)
+        judge.score(step, step * vector)
+    summary = judge.finish(2 * vector, {})
+    judge.close()
+    assert (summary["best_step"], summary["lane_steps"]) == (2, [1, 2])
+    [group] = judge._runner.fetch().params["encoder"].values()
+    [start] = params["encoder"].values()
+    for ours, own in zip(jax.tree.leaves(group), jax.tree.leaves(start), strict=True):
+        np.testing.assert_allclose(ours[0], own[0])
+        np.testing.assert_allclose(ours[1], 2 * own[1])
+
+
 def test_a_run_in_rounds_is_pruned_and_trained_on_in_the_ordinary_way(tiny, tmp_path):
     """Its checkpoints have no optimizer state: that of each worker is the worker's own."""
     session = open_session(tiny.replace(LONG | {"data.validation_fraction": 0.0}))
