@@ -197,3 +197,23 @@ def make_folder(path: Path, flag: str) -> None:
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table, from titles and rows of cells."""
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def given_files(option: str, text: str | None) -> list[Path]:
+    """The files of an option, separated by commas; none if it is not given.
+
+    Raises:
+      InputError: one of the names is empty, as of an unset variable, which must not turn protection off.
+    """
+    names = [] if text is None else text.split(",")
+    if not all(names):
+        raise InputError(f"--{option}={text} has an empty file name: give files, or leave the option out")
+    return [Path(name).expanduser() for name in names]
+
+
+def given_file(option: str, text: str | None) -> Path | None:
+    """The file of an option that takes one, which can have a comma in its name; an empty name is refused."""
+    if not text:
+        given_files(option, text)
+        return None
+    return Path(text).expanduser()

@@ -27,6 +27,7 @@ from mlcn_jax.commands.run_config import config_of, needed_workdir
 from mlcn_jax.commands.train import print_summary
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.files import given_file
 from mlcn_jax.launch import EXIT_FAILED
 from mlcn_jax.settings import RoundSettings
 
@@ -40,9 +41,9 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("serve", "", "HOST:PORT on which this coordinator listens for workers.", flag_values=values)
     flags.DEFINE_string("coordinator", "", "HOST:PORT of the coordinator, for a worker.", flag_values=values)
     flags.DEFINE_integer("worker", -1, "Number of this worker, from 0.", flag_values=values)
-    flags.DEFINE_string("tls_cert", "", "Own certificate (PEM).", flag_values=values)
-    flags.DEFINE_string("tls_key", "", "Private key (PEM) of --tls_cert.", flag_values=values)
-    flags.DEFINE_string("ca", "", "CA certificates (PEM) to verify the other side with.", flag_values=values)
+    flags.DEFINE_string("tls_cert", None, "Own certificate (PEM).", flag_values=values)
+    flags.DEFINE_string("tls_key", None, "Private key (PEM) of --tls_cert.", flag_values=values)
+    flags.DEFINE_string("ca", None, "CA certificates (PEM) to verify the other side with.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax.rounds.link import Tls
     from mlcn_jax.rounds.worker import work
 
-    tls = Tls(*(Path(name).expanduser() if name else None for name in (values.tls_cert, values.tls_key, values.ca)))
+    tls = Tls(*(given_file(option, values[option].value) for option in ("tls_cert", "tls_key", "ca")))
     share_heaps(config.model["lanes"])
     host.set_up_jax()
     if values.coordinator:

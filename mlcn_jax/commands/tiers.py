@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import given_file, given_files
 from mlcn_jax.serving import server
 from mlcn_jax.tiers import wire
 
@@ -105,7 +106,7 @@ def _split(arguments: argparse.Namespace) -> None:
 
     workdir = pretrained.find_workdir(arguments.workdir)
     pretrained.check_writable(workdir, "tiers split")
-    key = _path("key", arguments.key)
+    key = given_file("key", arguments.key)
     precision = Path(arguments.precision).expanduser() if arguments.precision else None
     folder = split.split(
         workdir, Path(arguments.tiers).expanduser(), arguments.cut, key, arguments.data_dir, arguments.out, precision
@@ -114,7 +115,7 @@ def _split(arguments: argparse.Namespace) -> None:
 
 
 def _node(arguments: argparse.Namespace) -> None:
-    key, trust = _path("key", arguments.key), _paths("trust", arguments.trust)
+    key, trust = given_file("key", arguments.key), given_files("trust", arguments.trust)
     limits, listener, tls = _listen(arguments, _WITH_KEYS if key or trust else ())
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.node import KEEP_ALIVE_SECONDS, NodeService
@@ -131,7 +132,7 @@ def _node(arguments: argparse.Namespace) -> None:
 
 
 def _gateway(arguments: argparse.Namespace) -> None:
-    node_keys, trust = _paths("node_keys", arguments.node_keys), _paths("trust", arguments.trust)
+    node_keys, trust = given_files("node_keys", arguments.node_keys), given_files("trust", arguments.trust)
     limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if node_keys or trust else ())))
     if not all(0 <= value < float("inf") for value in (arguments.noise, arguments.deadline_ms)):
         raise InputError(
@@ -180,9 +181,10 @@ def _gateway(arguments: argparse.Namespace) -> None:
 def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
+    server.leave_other_servers_metrics()
     limits = server.limits_of(arguments)
     tls: dict[str, Any] = {}
-    cert, key, clients = (_path(name, getattr(arguments, name)) for name in ("tls_cert", "tls_key", "tls_clients"))
+    cert, key, clients = (given_file(name, getattr(arguments, name)) for name in ("tls_cert", "tls_key", "tls_clients"))
     if not cert and (key or clients):
         raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
     if cert:
@@ -199,7 +201,7 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
 
 def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
     """What a gateway asks nodes with."""
-    ca, cert, key = (_path(name, getattr(arguments, name)) for name in ("ca", "cert", "cert_key"))
+    ca, cert, key = (given_file(name, getattr(arguments, name)) for name in ("ca", "cert", "cert_key"))
     if key and not cert:
         raise InputError("--cert_key is the key of a certificate: give --cert as well")
     with _usable("--ca, --cert or --cert_key", ca, cert, key):
@@ -260,18 +262,3 @@ def _is_url(text: str) -> bool:
     port = 80 if url.port is None else url.port
     plain = not (url.userinfo or url.query or url.fragment)  # what is asked comes after it, and clients see it
     return url.scheme in ("http", "https") and plain and bool(url.raw_host) and 0 < port < 2**16
-
-
-def _paths(option: str, text: str | None) -> list[Path]:
-    """The files of an option; if it is given, it must name some: an unset variable must not turn protection off."""
-    names = [] if text is None else text.split(",")
-    if not all(names):
-        raise InputError(f"--{option}={text} has an empty file name: give files, or leave the option out")
-    return [Path(name).expanduser() for name in names]
-
-
-def _path(option: str, text: str | None) -> Path | None:
-    """The file of an option that takes one; an empty name is refused as in `_paths`."""
-    if text is not None and not text:
-        _paths(option, text)
-    return None if text is None else Path(text).expanduser()

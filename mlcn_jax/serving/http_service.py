@@ -177,17 +177,19 @@ class BatchService:
         self,
         headers: dict[bytes, bytes],
         receive: Receive,
-        use: Callable[[bytes], T],
+        use: Callable[[bytes, Callable[[], None]], T],
         small: Callable[[bytes], bool],
         is_gone: Callable[[], bool] = lambda: False,
     ) -> tuple[T, float]:
-        """Reads a body; returns `use(body)`, computed in a thread unless `small(body)`, and when its last byte arrived.
+        """Reads a body and uses it; returns the result, and when the last byte arrived (`time.monotonic`).
 
-        That time is on the clock of `time.monotonic`.
+        The result is `use(body, check)`, computed in a thread unless `small(body)`. `check()`, which `use` calls before
+        each long computation, raises one of these errors if nobody waits for the result any more.
 
         Raises:
-          ClientDisconnect: the client disconnected, or `is_gone` before its body is used.
-          HTTPException: the body is too large, too many large ones are arriving, or memory is short.
+          ClientDisconnect: the client disconnected, or `is_gone`.
+          HTTPException: the body is too large, too many large ones are arriving, memory is short, or the deadline has
+            passed.
         """
         if b"upgrade" in headers:  # no body can be read after an upgrade
             raise HTTPException(
@@ -214,10 +216,15 @@ class BatchService:
             arrived, body = time.monotonic(), b"".join(parts)
             parts.clear()  # so that the body is not held twice
 
-            def use_it() -> T:
+            def check() -> None:
                 if is_gone():
                     raise ClientDisconnect
-                return use(body)
+                if 0 < self.limits.deadline_seconds < time.monotonic() - arrived:
+                    raise self._late()
+
+            def use_it() -> T:
+                check()
+                return use(body, check)
 
             if small(body):
                 return use_it(), arrived
@@ -252,7 +259,7 @@ class BatchService:
         except Full as error:
             raise self._full() from error
         except Late as error:
-            raise HTTPException(503, "no answer can be ready by the deadline: try again", _RETRY) from error
+            raise self._late() from error
         except Gone as error:
             raise ClientDisconnect from error
         except Exception as error:
@@ -267,6 +274,9 @@ class BatchService:
 
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
+
+    def _late(self) -> HTTPException:
+        return HTTPException(503, "no answer can be ready by the deadline: try again", _RETRY)
 
     def _full(self) -> HTTPException:
         return HTTPException(429, f"the queue of {self.limits.max_queue} images is full: try again", _RETRY)

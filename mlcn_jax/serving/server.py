@@ -355,6 +355,14 @@ def check_packages(others: Sequence[str] = (), extra: str = "serve") -> None:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[{extra}]'")
 
 
+def leave_other_servers_metrics() -> None:
+    """Forgets the folder in which the processes of another server keep metrics; called before the first import of them.
+
+    Prometheus's package reads the variable when it is imported, and would add up what ended processes have counted.
+    """
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+
+
 def url_of(listener: socket.socket, secure: bool = False) -> str:
     """The address at which a bound socket is reached, as a URL without a path."""
     host, port = listener.getsockname()[:2]
@@ -365,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves the model named in `argv` (by default on the command line) until a signal arrives."""
     arguments = _parser().parse_args(argv)
     check_packages()
+    leave_other_servers_metrics()
     if not 0 <= arguments.deadline_seconds < float("inf"):
         raise InputError(f"--deadline_seconds={arguments.deadline_seconds} must be 0 or more")
     if arguments.workers < 1:

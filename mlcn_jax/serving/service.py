@@ -101,7 +101,7 @@ class Service(BatchService):
             return find is _whole and _is_small(body)
 
         (found, of_body), arrived = await self.receive(
-            headers, receive, lambda body: self._pixels(find, body), small, _is_gone(scope)
+            headers, receive, lambda body, check: self._pixels(find, body, check), small, _is_gone(scope)
         )
         return Asked(found, self._count(of_body if asked is None else asked), "probabilities" in query, arrived)
 
@@ -142,10 +142,11 @@ class Service(BatchService):
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(description(self.model.class_names, self.limits))
 
-    def _pixels(self, find: "_Finder", body: bytes) -> "_Pixels":
+    def _pixels(self, find: "_Finder", body: bytes, check: Callable[[], None]) -> "_Pixels":
         found: list[np.ndarray | str] = []
         images, top = find(body, self.limits.max_images)
         for image in images:
+            check()
             try:
                 found.append(image if isinstance(image, str) else read_pixels(image, self.model.image_shape))
             except InputError as error:

@@ -141,7 +141,8 @@ class GatewayService(Service):
             try:
                 async with contextlib.aclosing(self._answers_to(asked.good, started, deadline, scope)) as answers:
                     async for answer in answers:  # noqa: B007  # the last one counts
-                        pass
+                        if scope.get(IS_GONE, lambda: False)():
+                            return
             except ClientDisconnect:
                 return
             assert answer is not None
@@ -330,7 +331,9 @@ class GatewayService(Service):
         if name not in self.clients:
             raise HTTPException(404, f"there is no tier {name[:40]!r}; there are {', '.join(self.clients)}")
         try:
-            body, _ = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
+            body, _ = await self.receive(
+                dict(request.headers.raw), request.receive, lambda body, check: body, lambda body: True
+            )
         except ClientDisconnect:
             return _Unsent()
         if request.headers.get("content-type") != "application/json" or body not in (b"true", b"false"):

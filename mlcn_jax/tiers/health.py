@@ -5,7 +5,7 @@ import time
 
 _FIRST_SECONDS = 1.0  # assumed before the first answer
 _LEAST_SECONDS = 0.02  # no answer counts as late before this: shorter delays are noise of a busy machine
-_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
+_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 60.0
 _PATIENCES = 4.0  # an answer is abandoned after this many times the time after which it is late
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0

@@ -23,8 +23,9 @@ def private_key(path: Path) -> "Ed25519PrivateKey":
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    content = _read(path)
     try:
-        key = serialization.load_pem_private_key(_read(path), None)
+        key = serialization.load_pem_private_key(content, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InputError(f"{path} is not an unencrypted private key ({error}): {_MAKE}") from error
     if not isinstance(key, Ed25519PrivateKey):
@@ -41,8 +42,9 @@ def public_keys(paths: Sequence[Path]) -> "list[Ed25519PublicKey]":
 
     keys = []
     for path in paths:
+        content = _read(path)
         try:
-            key = serialization.load_pem_public_key(_read(path))
+            key = serialization.load_pem_public_key(content)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise InputError(f"{path} is not a public key ({error}): {_MAKE}") from error
         if not isinstance(key, Ed25519PublicKey):

@@ -100,6 +100,7 @@ def test_an_unknown_command_names_the_nearest():
         ("profile --forms=mlcn2:w4,resnt:w1", "resnt"),
         ("explain", "--workdir=FOLDER is needed"),
         ("explain --workdir=digits --num_ranked=0", "num_ranked"),
+        ("rounds --workdir=w --config=quickstart --coordinator=a:1 --worker=0 --ca=", "--ca= has an empty file name"),
         ("describe", "--config is missing"),
         ("describe --config=", "--config is empty"),
         ("describe --config=quickstart --workdir=digits", "give the one that is to be described"),

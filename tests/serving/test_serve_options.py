@@ -1,5 +1,6 @@
 """The server before it serves: addresses in use, options that make no sense, and packages that are missing."""
 
+import os
 import re
 import signal
 import socket
@@ -92,6 +93,13 @@ def test_a_signal_just_before_the_server_runs_ends_it(monkeypatch, number, at_st
         for number, handler in before.items():
             signal.signal(number, handler)
     assert ended == [ends]
+
+
+def test_the_metrics_of_another_server_are_left_alone(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/of/another/server")
+    with pytest.raises(InputError, match="1 or more"):
+        main(["folder", "--workers=0"])
+    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -314,7 +314,7 @@ def test_the_deadline_counts_from_the_arrival_of_a_request_not_from_when_it_was_
         slow.go.set()
         assert (await ask(app, pixel(0)))[0] == 200
         decode = service._pixels
-        service._pixels = lambda find, body: time.sleep(1.1) or decode(find, body)
+        service._pixels = lambda *given: (decode(*given), time.sleep(1.1))[0]
         assert (await ask(app, pixel(0)))[0] == 503
         assert slow.sizes == [1]
 
@@ -324,12 +324,32 @@ def test_the_deadline_counts_from_the_arrival_of_a_request_not_from_when_it_was_
 def test_what_a_client_that_has_left_sent_is_not_decoded():
     async def check(app, slow, service):
         decoded = []
-        service._pixels = lambda find, body: decoded.append(body)
+        service._pixels = lambda find, body, check: decoded.append(body)
         for body in (pixel(0), bytes(20_000)):  # by the event loop, and by a thread
             assert await ask(app, body, scope={IS_GONE: lambda: True}) is None
         assert decoded == []
 
     in_process(check, max_body_bytes=20_000)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pictures_of_a_request_that_nobody_waits_for_any_more_are_not_decoded(monkeypatch, late):
+    decoded = []
+
+    def decode(image, shape):
+        decoded.append(image)
+        time.sleep(0.3 if late else 0)
+        return np.zeros(shape, np.uint8)
+
+    async def check(app, slow, service):
+        slow.go.set()
+        monkeypatch.setattr("mlcn_jax.serving.service.read_pixels", decode)
+        body, scope = in_json([pixel(0)] * 3).encode(), {} if late else {IS_GONE: lambda: bool(decoded)}
+        answer = await ask(app, body, headers=JSON, scope=scope)
+        assert answer[0] == 503 if late else answer is None
+        assert len(decoded) == 1
+
+    in_process(check, deadline_seconds=0.2)
 
 
 def test_a_request_without_a_readable_picture_is_not_too_late():

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.serving.http_service import application
+from mlcn_jax.serving.http_service import IS_GONE, application
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import client as clients
 from mlcn_jax.tiers import health, signatures
@@ -365,6 +365,21 @@ def test_a_request_whose_client_has_gone_is_not_counted_as_answered(tiers):
                 await application(gateway)(scope | {"path": path}, receive, send)
             assert not send.called
             assert b"mlcn_jax_requests_total{" not in gateway.metrics.text()
+
+    asyncio.run(check())
+
+
+def test_no_further_tier_is_asked_for_a_client_that_has_left(thorough, images):
+    async def check():
+        async with started(thorough) as (_, gateway, wires):
+            send = AsyncMock()
+            receive = AsyncMock(return_value={"type": "http.request", "body": png(images[0]), "more_body": False})
+            scope = {"type": "http", "method": "POST", "path": "/predict", "query_string": b"", "root_path": ""}
+            left = {IS_GONE: lambda: wires["edge"].asked > 0}
+            await application(gateway)(scope | left | {"headers": []}, receive, send)
+            assert (wires["edge"].asked, wires["cloud"].asked) == (1, 0)
+            assert not send.called
+            assert b"mlcn_jax_tier_answers_total{" not in gateway.metrics.text()
 
     asyncio.run(check())
 

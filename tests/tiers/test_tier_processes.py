@@ -236,7 +236,7 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
         (["node", "{}/edge", "--tls_clients=/none.pem"], "--tls_key and --tls_clients need --tls_cert"),
         (["gateway", "{}/end", "--cert_key=/none.pem"], "give --cert as well"),
-        (["node", "{}/edge", "--key=/none.pem"], "none.pem is missing: openssl genpkey"),
+        (["node", "{}/edge", "--key=/none.pem"], "/none.pem is missing: openssl genpkey"),
         (["node", "{}/edge", "--key=/"], "/ cannot be read (Is a directory): make it readable"),
         (["split", "/none", "--tiers=/none.json", "--out=.."], "--out=.. must be the name of a folder"),
         (["split", "/none", "--tiers=/none.json"], "/none"),
