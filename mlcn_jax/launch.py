@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _FAILING = {getattr(errno, name) for name in ("EIO", "ENODEV", "ENXIO", "ESTALE")}
 NO_ACCESS = {
-    getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
 
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 
     if "data.name" in given:  # what the run's own dataset needs may do nothing with this one
         changes = unused_fields(config)
-        if config.data.name != read_stored(workdir).data.name:
+        if not values["config"].present and config.data.name != read_stored(workdir).data.name:
             own = DataSettings()
             changes |= {f"data.{name}": getattr(own, name) for name in ("dir", "image_size", "test_fraction")}
         config = config.replace({name: value for name, value in changes.items() if name not in given})

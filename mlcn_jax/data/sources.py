@@ -218,7 +218,7 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
                     if content is not None:
                         contents[name] = content.read()
             _read_checksum(stream)
-        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        except (OSError, EOFError, ValueError, OverflowError, zlib.error, tarfile.TarError) as error:
             expected_bytes = sum(_OFFICIAL_BYTES[file] for file in files)
             raise InputError(
                 f"{path} ({len(data):,} bytes) is truncated or corrupted: {stream.tell():,} bytes could be "

@@ -3,7 +3,7 @@
 import logging
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class Judge:
         if self._checkpoints.has(step):
             return
         session = self._session
-        params, accuracy, of_lanes = self._load(vector, step), None, ()
+        params, accuracy = self._load(vector, step), None
+        of_lanes: Sequence[float] = ()
         statistics = self._runner.calibrate(self._calibrating)
         check_statistics(statistics, step)
         calibrated = with_statistics(params, statistics)

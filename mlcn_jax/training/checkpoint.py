@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,14 +50,19 @@ class Checkpoints:
         self._read_only = read_only
         if not read_only:
             self._directory.mkdir(parents=True, exist_ok=True)
+        self._open()
+
+    def _open(self) -> None:
+        """Lists the checkpoints, and reads how they rank; raises InputError if one of them cannot be read."""
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(
                 [checkpoint_managers.LatestN(_KEEP_NEWEST), _KeepBest(self)]
             ),
             create=False,
-            read_only=read_only,
-            save_interval_steps=0 if read_only else 1,  # orbax sets it so, with a warning
-            cleanup_tmp_directories=not read_only,
+            read_only=self._read_only,
+            save_interval_steps=0 if self._read_only else 1,  # orbax sets it so, with a warning
+            cleanup_tmp_directories=not self._read_only,
+            lightweight_initialize=True,  # a training beside this reader may be removing what is listed
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._to_disk),
             multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process on its own
                 primary_host=jax.process_index(),
@@ -65,13 +71,24 @@ class Checkpoints:
             ),
         )
         try:
-            with _without_remarks_on_reading() if read_only else contextlib.nullcontext():
+            with _without_remarks_on_reading() if self._read_only else contextlib.nullcontext():
                 self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+            self._check_listed()
         except OSError as error:
             raise InputError(
                 f"the checkpoints in {self._directory} cannot be read ({error}): fix the cause, then retry"
             ) from error
         self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
+
+    def _check_listed(self) -> None:
+        """Raises OSError if Orbax did not list a checkpoint: it takes any error for a folder that is not there."""
+        listed = set(self._manager.all_steps())
+        for folder in self._directory.iterdir() if self._directory.exists() else ():
+            if not folder.name.isdecimal() or int(folder.name) in listed:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed in between
+                if stat.S_ISDIR(folder.stat().st_mode) and not self._read_only:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
     def _to_disk(self) -> None:
         """Finishes the checkpoint that is about to get its name: Orbax flushes its arrays, not what describes them."""
@@ -86,6 +103,10 @@ class Checkpoints:
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`."""
         return step in self._manager.all_steps()
+
+    def lacks_rank(self, step: int) -> bool:
+        """Whether the checkpoint of `step`, one of several, has no validation accuracy, as where a run was stopped."""
+        return len(self._ranks) > 1 and self._ranks.get(step, (0.0,))[0] == _UNRANKED
 
     def delete_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps."""
@@ -195,8 +216,7 @@ class Checkpoints:
         folder = self._directory / str(step)
         for _ in range(_REMOVAL_TRIES if self._read_only else 0):
             if not folder.exists():
-                self._manager.reload()
-                self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
+                self._reopen()
                 return True
             if _is_whole(folder):
                 return False
@@ -267,7 +287,11 @@ class Checkpoints:
             return
         names = (self._directory / f"{step}.damaged{suffix}" for suffix in ("", *(f"-{i}" for i in range(1, 1000))))
         damaged.rename(next(name for name in names if not name.exists()))
-        self._manager.reload()
+        self._reopen()
+
+    def _reopen(self) -> None:
+        self._manager.close()
+        self._open()
 
     def close(self) -> None:
         """Waits for a save in progress and stops the background threads."""

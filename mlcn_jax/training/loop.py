@@ -176,6 +176,9 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             )
 
         stop.check(f"before step {start + 1}")
+        if start == num_steps and len(validation.labels) and processes.in_first(lambda: checkpoints.lacks_rank(start)):
+            checkpoints.delete_after(start - 1)  # a run that was stopped there is scored as if it had ended there
+            save(start, validate=True)
         with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
             for step in range(start + 1, num_steps + 1):
                 if config.profile and step == first_profiled + 1:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.distributed.mesh import DATA_AXIS
 from mlcn_jax.errors import InputError
@@ -140,6 +140,26 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
 
 def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
     """Logs a warning for each setting that does nothing with the lanes of a model, or none."""
+    train = config.train
+    values, defaults = flat(config.to_dict()), flat(RunConfig().to_dict())
+    of_optimizer = {
+        ("adam",): ("lr_decay",),
+        ("adamw", "sgd", "muon"): ("warmup_epochs", "weight_decay"),
+        ("sgd", "muon"): ("momentum", "bias_learning_rate", "head_learning_rate", "whitening_epochs"),
+    }
+    needs: dict[str, tuple[Any, str]] = {
+        f"train.{field}": (train.optimizer in optimizers, f"train.optimizer={' or '.join(optimizers)}")
+        for optimizers, fields in of_optimizer.items()
+        for field in fields
+    }
+    needs |= dict.fromkeys(("train.teacher_weight", "train.teacher_temperature"), (train.teacher, "a train.teacher"))
+    rounds = (field for field in values if field.startswith("train.rounds.") and field != "train.rounds.steps")
+    needs |= dict.fromkeys(rounds, (train.rounds.steps, "train.rounds.steps above 0"))
+    needs["data.split_seed"] = (config.data.validation_fraction, "data.validation_fraction above 0")
+    needs["model.norm_group"] = (spec.normalises, "residual lanes (resnet)")
+    for field, (used, needed) in needs.items():
+        if not used and values[field] != defaults[field]:
+            _log.warning("%s is %s, which does nothing without %s", field, values[field], needed)
     classifying = bool(spec.lane_groups) and spec.classifies_alone.any()
     routing = bool(spec.lane_groups) and not spec.classifies_alone.all()
     if config.parallel.profile and config.parallel.plan == "mesh":

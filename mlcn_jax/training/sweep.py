@@ -84,7 +84,10 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
         rows.append(row)
         later = [str(_folder(workdir, point)) for point in points[i:]]
         known = rows + [before[folder] for folder in later if folder in before]
-        write_json(workdir / "sweep.json", {"rows": known, "seeds": over_seeds(known), **host.environment()})
+        write_json(
+            workdir / "sweep.json",
+            {"rows": known, "ranked_by": _ranked_by(known), "seeds": over_seeds(known), **host.environment()},
+        )
     return rows
 
 
@@ -118,12 +121,12 @@ def over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows if rows and _SEED in rows[0] else ():
         groups.setdefault(tuple((f, row[f]) for f in _fields(row) if f != _SEED), []).append(row)
-    return [{**dict(point), **_spread(group)} for point, group in groups.items()]
-
-
-def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    failed = [row[_SEED] for row in rows if "error" in row]
     score = _ranked_by(rows)
+    return [{**dict(point), **_spread(group, score)} for point, group in groups.items()]
+
+
+def _spread(rows: list[dict[str, Any]], score: str) -> dict[str, Any]:
+    failed = [row[_SEED] for row in rows if "error" in row]
     accuracies = [row[score] for row in rows if score in row]
     numbers = [of(accuracies) if accuracies else None for of in (statistics.fmean, min, max)]
     seeds = [row[_SEED] for row in rows if "error" not in row]

@@ -134,6 +134,25 @@ def test_settings_of_the_runs_folder_are_not_those_of_another_dataset(folder, tm
     assert asked == [DataSettings(), dataclasses.replace(config.data, test_fraction=0.1)]
 
 
+def test_settings_of_a_configuration_that_is_given_are_kept(folder, tmp_path, monkeypatch):
+    lines = f"""from mlcn_jax.config import default_config
+
+def get_config():
+    config = default_config()
+    config.data.dir, config.data.image_size, config.data.test_fraction = {str(folder)!r}, 28, 0.5
+    return config
+"""
+    (tmp_path / "pictures.py").write_text(lines)
+    (tmp_path / "config.json").write_text(json.dumps(RunConfig().to_dict()))
+    asked = []
+    monkeypatch.setattr(evaluate_workdir, "evaluate_workdir", lambda config, *args, **how: asked.append(config.data))
+    flags = (f"--config={tmp_path / 'pictures.py'}", "--config.data.name=folder")
+    front.run(["evaluate", f"--workdir={tmp_path}", *flags])
+    assert [(data.name, data.dir, data.image_size, data.test_fraction) for data in asked] == [
+        ("folder", str(folder), 28, 0.5)
+    ]
+
+
 def test_labels_follow_the_classes_of_the_model_and_gray_becomes_rgb(digits, model):
     turned = dataclasses.replace(digits, class_names=digits.class_names[::-1])
     rgb = dataclasses.replace(model, spec=dataclasses.replace(model.spec, image_shape=(28, 28, 3)))

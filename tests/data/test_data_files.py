@@ -230,11 +230,15 @@ def test_only_expected_regular_members_are_read_and_nothing_is_written(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["in", "cifar-100-binary.tar.gz"]
 
 
-@pytest.mark.parametrize("damage", [0.3, 0.6, 0.9, 0.999, "cut at the end", "another checksum"])
+@pytest.mark.parametrize("damage", [0.3, 0.6, 0.9, 0.999, "cut at the end", "another checksum", "huge member"])
 def test_truncated_archive(tmp_path, damage):
     content = tar_bytes("cifar-10-batches-bin", cifar10_files())
     if damage == "another checksum":  # at the end of what gzip wrote, before its length
         content = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
+    elif damage == "huge member":
+        member = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+        member.size = 2**70
+        content = gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     else:
         content = content[: -4 if damage == "cut at the end" else int(damage * len(content))]
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(content)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import step as step_lib
 
 from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
@@ -102,6 +103,36 @@ def test_a_reader_goes_on_with_what_a_training_beside_it_has_left(tmp_path, capl
     assert reader.best_step() == 4
     assert not caplog.messages
     reader.close()
+
+
+def test_a_checkpoint_that_is_removed_while_a_reader_lists_them_is_left_out(tmp_path, monkeypatch):
+    save_all(tmp_path, {1: 0.5, 2: 0.9}).close()
+    find_all = step_lib._StandardNameFormat.find_all
+    gone = ["1"]
+
+    def removing(self, folder):
+        found = list(find_all(self, folder))
+        if gone:
+            shutil.rmtree(tmp_path / gone.pop())
+        return iter(found)
+
+    monkeypatch.setattr(step_lib._StandardNameFormat, "find_all", removing)
+    reader = Checkpoints(tmp_path, read_only=True)
+    assert reader.restore(LIKE, best=True)[1]["step"] == 2
+    shutil.copytree(tmp_path / "2", tmp_path / "3")
+    shutil.rmtree(tmp_path / "2")
+    gone.append("3")
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        reader.restore(LIKE, best=True)
+    reader.close()
+
+
+def test_a_damaged_description_of_one_checkpoint_leaves_the_others(tmp_path):
+    save_all(tmp_path, {1: None, 2: None}).close()
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("[]")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(LIKE)[1]["step"] in (1, 2)
+    checkpoints.close()
 
 
 def test_lanes_are_ranked_as_long_as_what_is_scored_ranks_them(tmp_path):
@@ -369,6 +400,26 @@ def test_a_folder_without_access_is_not_taken_for_missing(tmp_path, monkeypatch,
     (tmp_path / "1" / part).rmdir()
     (tmp_path / "hidden").rename(tmp_path / "1" / part)
     assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_disk_that_fails_is_not_taken_for_a_folder_without_checkpoints(tmp_path, monkeypatch, read_only):
+    """The storage library lists no folder whose state it cannot read."""
+    save_all(tmp_path, {1: None, 2: None}).close()
+    stat = os.stat
+
+    def fails(path, *args, **kwargs):
+        if str(path) == str(tmp_path / "2"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails)
+        with pytest.raises(InputError, match="Input/output error"):
+            Checkpoints(tmp_path, read_only=read_only)
+    checkpoints = Checkpoints(tmp_path, read_only=read_only)
+    assert checkpoints.newest_step() == 2
     checkpoints.close()
 
 

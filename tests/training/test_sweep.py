@@ -155,6 +155,7 @@ def test_points_without_the_score_that_ranks_the_others_come_after_them():
     assert "best: train.learning_rate=2 train.seed=0, validation accuracy 70.00%" in text
     assert "best" not in sweep.report([unscored])
     assert sweep.over_seeds([unscored])[0]["mean"] is None
+    assert [group["mean"] for group in sweep.over_seeds([point("1", "0", 0.9), held_out])] == [None, 0.7]
 
 
 def test_mean_and_spread_over_seeds():

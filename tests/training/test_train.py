@@ -25,7 +25,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, pictures
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import MetricsWriter, read_rows
-from mlcn_jax.training.session import Session, open_session, warn_of_unused
+from mlcn_jax.training.session import open_session, warn_of_unused
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import compile_step, make_train_step
 from mlcn_jax.training.trained import load_trained
@@ -283,7 +283,7 @@ def test_the_best_checkpoint_is_chosen_on_validation(tiny, tmp_path, monkeypatch
 
 
 def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied, monkeypatch):
-    monkeypatch.setattr(Session, "plan", lambda *args: pytest.fail("a plan would keep its files there"))
+    monkeypatch.setattr(loop, "plan_of", lambda *args: pytest.fail("a plan would keep its files there"))
     with pytest.raises(InputError, match=r"model.lanes: 'mlcn1:w1\*2' there, 'mlcn2:w1' now"):
         loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), copied)
     assert_same_bits(params_of(finished), params_of(copied))
@@ -322,6 +322,16 @@ def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
         ({"model.num_routing_iters": 5}, "iterations change nothing"),
         ({"model.lanes": "mlcn1:w1*2", "model.lane_seeds": "3,3"}, "several lanes are mlcn1:w1d1 with seed 3"),
         ({"data.max_shift": 18}, "data.max_shift is 18 pixels of images of 18: nothing is left of some images"),
+        (
+            {"train.weight_decay": 0.1},
+            "train.weight_decay is 0.1, which does nothing without train.optimizer=adamw or sgd",
+        ),
+        ({"train.optimizer": "adamw", "train.lr_decay": 0.5}, "which does nothing without train.optimizer=adam"),
+        ({"train.optimizer": "adamw", "train.momentum": 0.5}, "does nothing without train.optimizer=sgd or muon"),
+        ({"train.teacher_weight": 0.5}, "train.teacher_weight is 0.5, which does nothing without a train.teacher"),
+        ({"train.rounds.workers": 3}, "train.rounds.workers is 3, which does nothing without train.rounds.steps"),
+        ({"data.split_seed": 3}, "data.split_seed is 3, which does nothing without data.validation_fraction"),
+        ({"model.norm_group": 4}, "model.norm_group is 4, which does nothing without residual lanes"),
         ({"data.cutout": 18}, "data.cutout is 18 pixels of images of 18: nothing is left of some images"),
     ],
 )
@@ -338,6 +348,31 @@ def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkey
     monkeypatch.setattr(loop, "_check_alone", lambda stop: None)  # as if it came after the images were loaded
     with pytest.raises(Stopped, match="after the end of"):
         loop.train(tiny, finished)
+
+
+def test_a_run_that_was_stopped_where_it_ends_later_is_scored_there(tiny, tmp_path, monkeypatch):
+    config = tiny.replace({"data.validation_fraction": 0.2, "train.score_test": False, "train.num_steps": 8})
+    whole = loop.train(config, tmp_path / "whole")
+
+    def due(self, step):
+        self.requested = "SIGTERM" if step == 8 else ""
+        return step == 8
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.StopSignals, "due", due)
+        with pytest.raises(Stopped, match="after step 8 of 20"):
+            loop.train(config.replace({"train.num_steps": 20}), tmp_path / "stopped")
+    ended = loop.train(config, tmp_path / "stopped")
+    assert ended["validation_accuracy"] == whole["validation_accuracy"]
+    scored, expected = (
+        [row for row in read_rows(tmp_path / name / "metrics.jsonl") if row["split"] == "validation"]
+        for name in ("stopped", "whole")
+    )
+    assert scored == expected
+    assert scored[-1]["step"] == 8
+    checkpoints = Checkpoints(tmp_path / "stopped" / "checkpoints", read_only=True)
+    assert not checkpoints.lacks_rank(8)
+    checkpoints.close()
 
 
 def test_a_run_that_goes_on_is_not_finished_any_more(finished, tiny, tmp_path, monkeypatch):
