@@ -197,13 +197,13 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
 
     known, of_search = flat(config.to_dict()), [name for name in _known_fields() if name.startswith("search.")]
     for name in fields:
+        if name in of_search and not (name in known and command == "search"):
+            raise InputError(
+                f"--config.{name} is a field of searches: use {program()} search, with a configuration such as "
+                "nas_quickstart"
+            )
         if name in known:
             continue
-        if name in of_search:
-            raise InputError(
-                f"--config.{name} is a search field, but this is not a search configuration: use {program()} search, "
-                "with a configuration such as nas_quickstart"
-            )
         meant = nearest(name, known, "--config.") or nearest(name, of_search, f"`{program()} search` with --config.")
         raise InputError(f"there is no field --config.{name}{meant}; {program()} {command} --help lists all")
 

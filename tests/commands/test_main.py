@@ -91,7 +91,7 @@ def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
         ((QUICKSTART, "--workdir=/proc/none"), ["/proc/none", "cannot be written"]),
         ((QUICKSTART, "--wrkdir=W"), ["wrkdir", "workdir"]),
         (("--mode=evaluate", "--workdir=W"), ["holds no run"]),
-        ((QUICKSTART, "--workdir=W", "--config.search.seed=1"), ["a search field", "mlcn_jax search"]),
+        ((QUICKSTART, "--workdir=W", "--config.search.seed=1"), ["a field of searches", "mlcn_jax search"]),
         ((QUICKSTART, "--workdir=W", "--batch_size=1"), ["unknown flag", "did you mean --config.train.batch_size?"]),
         ((QUICKSTART, "--workdir=W", "--keep=1"), ["unknown flag --keep", "mlcn_jax train --help"]),
         ((QUICKSTART, "runs/w"), ["'runs/w'", "--name=value"]),
