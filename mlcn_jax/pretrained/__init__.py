@@ -41,5 +41,5 @@ def check_writable(workdir: Path, command: str) -> None:
     if is_pretrained(workdir):
         raise InputError(
             f"{command} writes into the workdir, and {workdir.resolve().name} comes with the package: copy it "
-            f"(cp -r {workdir} FOLDER) and give --workdir=FOLDER"
+            f"(cp -r {workdir} FOLDER) and give FOLDER instead"
         )

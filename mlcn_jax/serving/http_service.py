@@ -75,7 +75,7 @@ class Metrics:
         )
         self._seconds = prometheus_client.Histogram(
             "mlcn_jax_predict_seconds",
-            "Seconds from the head of a prediction request to its answer",
+            "Seconds from the head of a prediction request to its answer, or the first of several",
             buckets=[2.0**i for i in range(-10, 4)],
             registry=registry,
         )
@@ -103,8 +103,8 @@ class Metrics:
         """Counts one answer; `path` is one of the routes, or empty."""
         self._requests.labels(path, status).inc()
 
-    def counting(self, app: ASGIApp, routes: Sequence[Route] = (), computing: str = "") -> ASGIApp:
-        """Wraps `app` to count its answers, separately for each of `routes`, and to time those of path `computing`."""
+    def counting(self, app: ASGIApp, routes: Sequence[Route] = (), computing: Sequence[str] = ()) -> ASGIApp:
+        """Wraps `app` to count its answers, separately for each of `routes`, and to time those of paths `computing`."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             started = time.perf_counter()
@@ -113,7 +113,7 @@ class Metrics:
                 if message["type"] == "http.response.start":
                     path = next((route.path for route in routes if route.path_regex.match(scope["path"])), "")
                     self.count(message["status"], path)
-                    if computing and path == computing:
+                    if path in computing:
                         self._seconds.observe(time.perf_counter() - started)
                 await send(message)
 
@@ -136,7 +136,7 @@ class BatchService:
       limits: what is accepted.
     """
 
-    computing = ""  # path of the requests that are timed
+    computing: Sequence[str] = ()  # paths of the requests that are timed
 
     def __init__(self, compute: Callable[[np.ndarray], np.ndarray], row: np.ndarray, limits: Limits):
         self.limits, self._row = limits, row

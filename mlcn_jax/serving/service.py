@@ -65,7 +65,7 @@ class Service(BatchService):
       limits: what is accepted.
     """
 
-    computing = "/predict"
+    computing: Sequence[str] = ("/predict",)
 
     def __init__(self, model: "Classifier", limits: Limits):
         super().__init__(model.scores, np.zeros(model.image_shape, np.uint8), limits)

@@ -64,6 +64,8 @@ class GatewayService(Service):
       InputError: fewer bits or noise are requested, but this split sends pixels, which are not changed.
     """
 
+    computing = ("/predict", "/refine")
+
     def __init__(
         self,
         artifact: TierArtifact,
@@ -296,6 +298,29 @@ class GatewayService(Service):
                 "responses": predict["responses"] | lines,
             }
         }
+        found["components"]["schemas"]["Prediction"]["properties"] |= {
+            "tier": {"type": "string", "description": "the last tier that answered"},
+            "lanes": {"type": "array", "items": {"type": "integer"}, "description": "the lanes that have answered"},
+            "ms": {"type": "number", "description": "milliseconds since the request began to arrive"},
+            "final": {"type": "boolean", "description": "whether no better prediction follows"},
+            "lost": {
+                "type": "object",
+                "additionalProperties": {"type": "string"},
+                "description": "tiers that would have been asked and did not answer, with the reasons",
+            },
+        }
+        states = {"type": "array", "items": {"type": "object"}}
+        answer = {"200": {"description": "the state of each tier", "content": {"application/json": {"schema": states}}}}
+        found["paths"]["/tiers"] = {"get": {"summary": "The state of each tier", "responses": answer}}
+        if self._may_stop:
+            found["paths"]["/tiers/{name}"] = {
+                "post": {
+                    "summary": "Stop asking a tier (true), or ask it again (false)",
+                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+                    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "boolean"}}}},
+                    "responses": answer,
+                }
+            }
         return JSONResponse(found)
 
     def _states(self) -> list[dict[str, Any]]:

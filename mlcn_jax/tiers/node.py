@@ -31,7 +31,7 @@ class NodeService(BatchService):
       sign: signs the answers, if given.
     """
 
-    computing = PATH
+    computing = (PATH,)
 
     def __init__(self, artifact: TierArtifact, limits: Limits, sign: Callable[[bytes], bytes] | None = None):
         super().__init__(artifact.part, np.zeros(artifact.row_shape, artifact.row_dtype), limits)

@@ -384,6 +384,21 @@ def test_no_further_tier_is_asked_for_a_client_that_has_left(thorough, images):
     asyncio.run(check())
 
 
+def test_what_the_gateway_describes_is_what_it_answers(thorough, images):
+    async def check():
+        async with started(thorough, may_stop=True) as (client, gateway, _):
+            described = (await client.get("/openapi.json")).json()
+            assert set(described["paths"]) == {"/health", "/metrics", *(route.path for route in gateway.routes())}
+            properties = described["components"]["schemas"]["Prediction"]["properties"]
+            for line in await lines_of(client, images[0], "?top=2&probabilities"):
+                assert set(line) - {"coarse"} <= set(properties)
+            assert b"mlcn_jax_predict_seconds_count 1.0" in gateway.metrics.text()
+            gateway._may_stop = False
+            assert "/tiers/{name}" not in (await client.get("/openapi.json")).json()["paths"]
+
+    asyncio.run(check())
+
+
 def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, images):
     async def check():
         async with started(thorough, may_stop=True) as (client, gateway, wires):
