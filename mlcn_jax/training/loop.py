@@ -199,7 +199,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                     with log.paused():
                         if test_due:
                             runner.calibrate(calibrating)
-                        if test_due:  # before the save, so that it is on disk before the checkpoint
+                            # Before the save, so that it is on disk before the checkpoint.
                             score("test", dataset.test, step)
                         if save_due or stopping:
                             save(step, validate=save_due and len(validation.labels) > 0)

@@ -62,15 +62,15 @@ class Teacher:
             return None
         ways = [images, images[:, :, ::-1]] if data.alternate_flips else [images]
         _log.info("computing the teacher's predictions for %s images", f"{len(images):,}")
-        return np.stack([self._of(way, session.config.train.part_size) for way in ways], axis=1)
-
-    def _of(self, images: np.ndarray, batch_size: int) -> Float32[np.ndarray, "n classes"]:
-        assert self.distillation is not None
         probabilities = self.distillation.probabilities
         ask = jax.jit(lambda images: probabilities(to_pixels(images)), compiler_options=dict(self.compiler_options))
-        split = Split(images, np.zeros(len(images), np.int32))
-        parts = [np.asarray(ask(batch)) for batch, _, _ in padded_batches(split, batch_size)]
-        return np.concatenate(parts)[: len(images)]
+
+        def of(images: np.ndarray) -> Float32[np.ndarray, "n classes"]:
+            split = Split(images, np.zeros(len(images), np.int32))
+            batches = padded_batches(split, session.config.train.part_size)
+            return np.concatenate([np.asarray(ask(batch)) for batch, _, _ in batches])[: len(images)]
+
+        return np.stack([of(way) for way in ways], axis=1)
 
 
 def stored_digests(workdir: Path) -> tuple[str, ...]:
