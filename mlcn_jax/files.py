@@ -161,7 +161,7 @@ def hold(workdir: Path) -> Iterator[None]:
     """Creates `workdir` and locks it for this process.
 
     Raises:
-      InputError: it cannot hold checkpoints, it is not writable or cannot be locked, or another process is training in
+      InputError: it cannot hold checkpoints, it is not writable or cannot be locked, or another process is using
         it.
     """
     check_workdir(workdir)
@@ -177,7 +177,7 @@ def hold(workdir: Path) -> Iterator[None]:
             "disk with free space"
         ) from error
     if lock is None:
-        raise InputError(f"another process is training in {workdir}: wait for it, stop it, or give another --workdir")
+        raise InputError(f"another process is using {workdir}: wait for it, stop it, or give another --workdir")
     try:
         yield
     finally:

@@ -127,7 +127,7 @@ def test_what_is_in_place_of_the_lock_is_told_and_left_alone(tmp_path, make):
 
 def test_a_workdir_is_held_once_and_its_lock_is_not_emptied(tmp_path):
     (tmp_path / ".lock").write_text("what somebody kept there")
-    with files.hold(tmp_path), pytest.raises(InputError, match="another process is training"), files.hold(tmp_path):
+    with files.hold(tmp_path), pytest.raises(InputError, match="another process is using"), files.hold(tmp_path):
         pass
     with files.hold(tmp_path):
         pass

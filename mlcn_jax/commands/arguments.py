@@ -157,7 +157,8 @@ def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], co
 
 def _as_field(name: str, config: str) -> str:
     """The end of a message about an unknown flag that may be meant as a config field."""
-    return nearest(name, _known_fields(), "--config.") if config else ""
+    known = sorted(_known_fields(), key=lambda field: field.startswith("search."))  # a run has most fields
+    return nearest(name, known, "--config.") if config else ""
 
 
 def _known_fields() -> dict[str, Any]:

@@ -66,6 +66,9 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         _log.info("loading %s", config.data.name)
         session = open_session(config)
         _check_alone(stop)
+        about = session.dataset.provenance
+        if about.get("bytes") == "not official":
+            _log.warning("these are not the official files of %s: %s", config.data.name, about["note"])
         warn_of_unused(config, session.spec)
         try:
             teacher = open_teacher(session)

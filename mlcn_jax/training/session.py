@@ -114,9 +114,7 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
         ("train.image_sizes", config.train.image_sizes),
     ):
         if given and not alone:
-            raise InputError(
-                f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
-            )
+            raise InputError(f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes of kind resnet only")
     largest = max(spec.image_shape[:2])
     wrong = [size for _, size in config.train.sizes() if size and not resnet.MIN_SIZE <= size <= largest]
     if wrong:

@@ -94,6 +94,7 @@ def test_an_unknown_command_names_the_nearest():
         ("search --workdir=w --config=quickstart", "has no search fields"),
         ("search --workdir=w --config=nas_quickstart --config.search.num_model=1", "--config.search.num_models"),
         ("train --workdir=w --config=nas_quickstart --config.search.seed=1", "is a field of searches"),
+        ("train --workdir=w --config=quickstart --num_epochs=3", "did you mean --config.train.num_epochs"),
         ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
         ("sweep --workdir=w --config=quickstart --sweep=train.seed=0 --config.parallel.processes=2", "in one process"),
         ("profile --data=mnst", "--data=mnst is not one of .*mnist"),

@@ -67,7 +67,7 @@ def test_lanes_that_compute_in_bfloat16_add_up_as_far_as_that_goes(per_lane, ima
 
 def test_a_workdir_cannot_be_trained_further_while_it_is_split(per_lane, tmp_path, monkeypatch):
     def look(*given):
-        with pytest.raises(InputError, match="another process is training in"), files.hold(per_lane):
+        with pytest.raises(InputError, match="another process is using"), files.hold(per_lane):
             pass
         raise InterruptedError
 

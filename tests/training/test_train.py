@@ -496,7 +496,7 @@ def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, copied, monkeypa
 
 
 def test_a_workdir_in_use_is_refused(tiny, tmp_path):
-    with files.hold(tmp_path), pytest.raises(InputError, match="another process is training in"):
+    with files.hold(tmp_path), pytest.raises(InputError, match="another process is using"):
         loop.train(tiny, tmp_path)
 
 
