@@ -81,7 +81,10 @@ class Checkpoints:
         self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
 
     def _check_listed(self) -> None:
-        """Raises OSError if Orbax did not list a checkpoint: it takes any error for a folder that is not there."""
+        """Raises OSError if Orbax did not list a checkpoint: it takes any error for a folder that is not there.
+
+        A reader may also meet one that a training has added since.
+        """
         listed = set(self._manager.all_steps())
         for folder in self._directory.iterdir() if self._directory.exists() else ():
             if not folder.name.isdecimal() or int(folder.name) in listed:
