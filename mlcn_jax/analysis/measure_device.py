@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -33,6 +34,8 @@ from mlcn_jax.placement.profile import MEASURED_KINDS, DeviceProfile, head_featu
 from mlcn_jax.settings import ParallelSettings
 from mlcn_jax.training.optimizer import optimizer_of
 from mlcn_jax.training.step import TrainState, head_loss, make_train_step
+
+_log = logging.getLogger(__name__)
 
 BATCH_SIZES = (50, 100)
 # Measured widths and depths: a designed subset of 1..5 times 1..5.
@@ -91,7 +94,8 @@ def typical_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tupl
     """
     means: dict[tuple, list[float]] = {key: [] for key in programs}
     clear = clearing()
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        _log.info("timing %d programs, round %d of %d", len(programs), number, rounds)
         for key, program in programs.items():
             taken: list[float] = []
             while sum(taken) < _TURN_SECONDS:
@@ -212,6 +216,7 @@ def fitted_lanes(image_shape: tuple[int, int, int]) -> list[tuple[lanes.LaneGrou
 
 def make_programs(lab: Lab) -> dict[tuple, Program]:
     """The programs timed for a profile, keyed by what they compute, their lanes and their batch size."""
+    _log.info("compiling the programs that are timed")
     singles = fitted_lanes(lab.spec.image_shape)
     groups = list(zip(parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}

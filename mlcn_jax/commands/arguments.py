@@ -114,7 +114,7 @@ def config_names() -> list[str]:
 
 def execute(path: Path) -> "ConfigDict":
     """What `get_config()` of a config file returns; raises InputError if the file cannot be executed."""
-    from ml_collections import ConfigDict
+    from ml_collections import ConfigDict, FrozenConfigDict
 
     try:
         names = runpy.run_path(str(path))
@@ -130,7 +130,7 @@ def execute(path: Path) -> "ConfigDict":
         raise InputError(f"{where}: {type(error).__name__}: {str(error).strip()}{hint}") from error
     if not isinstance(found, ConfigDict):
         raise InputError(f"{path}: get_config() returns no ConfigDict: start from mlcn_jax.config.default_config()")
-    return found
+    return found.as_configdict() if isinstance(found, FrozenConfigDict) else found
 
 
 def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], config: str) -> None:
@@ -186,11 +186,24 @@ def _define_config(values: flags.FlagValues, argv: Sequence[str], command: str) 
         return rest
     from ml_collections import config_flags
 
+    from mlcn_jax.config import default_config
+
     found = execute(config_file(given or "default"))
+    _complete(found, default_config())
     _check_fields(found, fields, command)
     config_flags.DEFINE_config_dict("config", found, flag_values=values, sys_argv=[command, *rest])
     values["config"].present = int(bool(given))
     return rest
+
+
+def _complete(config: "ConfigDict", defaults: "ConfigDict") -> None:
+    """Adds the fields that a file leaves out, so that the command line can change them."""
+    with config.unlocked():
+        for name, value in defaults.items():
+            if name not in config:
+                config[name] = value
+            elif hasattr(value, "unlocked") and hasattr(config[name], "unlocked"):  # a section
+                _complete(config[name], value)
 
 
 def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> None:

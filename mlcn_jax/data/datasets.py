@@ -70,7 +70,7 @@ def load(
     Args:
       name: a key of `DATASETS`.
       directory: folder with the files of the dataset; if empty, uses the cache and downloads what it lacks. For
-        `folder`: one with a folder of PNG or JPEG files per class, or with `train` and `test` of that form.
+        `folder`: one with a folder of pictures per class, or with `train` and `test` of that form.
       cache_dir: folder for downloads; if empty, `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
       label_kind: "fine" (100 classes) or "coarse" (20); for `cifar100` only.
       image_size: height and width to resize to, in pixels; 0 means 32; for `folder` only.

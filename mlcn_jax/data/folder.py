@@ -1,4 +1,4 @@
-"""Folders of PNG and JPEG files, one folder per class, as arrays."""
+"""Folders of pictures, one folder per class, as arrays."""
 
 import logging
 from collections.abc import Sequence
@@ -10,12 +10,10 @@ from jaxtyping import Int32, UInt8
 from PIL import Image
 from tqdm import tqdm
 
-from mlcn_jax.data.images import upright
+from mlcn_jax.data.images import SUFFIXES, upright
 from mlcn_jax.errors import InputError
 
 _log = logging.getLogger(__name__)
-
-_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def read_folder(
@@ -73,7 +71,7 @@ def _folders(root: Path) -> list[Path]:
 def _check_test(root: Path, test_root: Path) -> None:
     """Refuses test images that would not be seen, and names what else is beside the training images."""
     inside = test_root.iterdir() if test_root.is_dir() and not _folders(test_root) else ()
-    if any(path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") for path in inside):
+    if any(path.suffix.lower() in SUFFIXES and not path.name.startswith(".") for path in inside):
         raise InputError(
             f"{test_root} has images but no class folders: expected {test_root}/CLASS/1.png, as in {root / 'train'}. "
             "Without them, move it away, and a fixed part of the training images is the test set."
@@ -89,9 +87,12 @@ def _list_images(root: Path, class_names: Sequence[str]) -> list[tuple[Path, int
         if folder.name not in class_names:
             raise InputError(f"{folder} is not a class of the training set; its classes are {', '.join(class_names)}.")
         visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        paths = [path for path in visible if path.suffix.lower() in _SUFFIXES]
+        paths = [path for path in visible if path.suffix.lower() in SUFFIXES]
         if not paths:
-            raise InputError(f"{folder} has no images; expected files ending in {', '.join(_SUFFIXES)}.")
+            raise InputError(f"{folder} has no images; expected files ending in {', '.join(SUFFIXES)}.")
+        if others := [path.name for path in visible if path.suffix.lower() not in SUFFIXES and path.is_file()]:
+            told = "%s: %d of its files are of other kinds and not used, such as %s"
+            _log.warning(told, folder, len(others), others[0])
         if inside := _folders(folder):
             _log.warning("%s has folders inside, such as %s, whose images are not used", folder, inside[0].name)
         found += [(path, class_names.index(folder.name)) for path in paths]

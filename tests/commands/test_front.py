@@ -191,6 +191,16 @@ def test_a_config_file_that_names_an_unknown_field_says_where(tmp_path):
         front.run(["describe", f"--config={path}"])
 
 
+@pytest.mark.parametrize("kind", ["ConfigDict", "FrozenConfigDict"])
+def test_flags_change_fields_that_a_config_file_leaves_out(kind, tmp_path):
+    path = tmp_path / "mine.py"
+    lines = [f"from ml_collections import {kind}", "def get_config():"]
+    path.write_text("\n".join([*lines, f"    return {kind}({{'model': {{'lanes': 'mlcn2:w1*2'}}}})", ""]))
+    argv = [f"--config={path}", "--config.model.margin_loss=per_lane", "--config.train.batch_size=7"]
+    config = arguments.parse("train", "", lambda values: None, argv, config="run").config
+    assert (config.model.lanes, config.model.margin_loss, config.train.batch_size) == ("mlcn2:w1*2", "per_lane", 7)
+
+
 def test_a_config_that_is_no_python_file_says_what_is_expected(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"train": {"score_test": true}}')

@@ -128,6 +128,17 @@ def test_folder_with_one_class(tmp_path):
         datasets.load("folder", directory=str(tmp_path))
 
 
+def test_every_kind_that_predict_reads_is_trained_on_and_others_are_named(tmp_path, caplog):
+    image_folder(tmp_path, {"a": 1, "b": 6})
+    for suffix in (".webp", ".bmp", ".gif"):
+        Image.open(tmp_path / "a" / "000.png").save(tmp_path / "a" / f"again{suffix}", lossless=True)
+    (tmp_path / "a" / "notes.txt").write_text("none")
+    dataset = datasets.load("folder", directory=str(tmp_path), image_size=6, test_fraction=0.25)
+    first = dataset.class_names.index("a")
+    assert sum((split.labels == first).sum() for split in (dataset.train, dataset.test)) == 4
+    assert "a: 1 of its files are of other kinds and not used, such as notes.txt" in caplog.text
+
+
 def test_folder_with_an_empty_class(tmp_path):
     image_folder(tmp_path, {"a": 2})
     (tmp_path / "empty").mkdir()
