@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlcn_jax.errors import InputError as InputError
+    from mlcn_jax.nn.calibration import calibrate as calibrate
+    from mlcn_jax.nn.calibration import whiten as whiten
     from mlcn_jax.nn.capsules import lengths as lengths
     from mlcn_jax.nn.model import apply_model as apply_model
     from mlcn_jax.nn.model import class_lengths as class_lengths
@@ -50,6 +52,7 @@ _PLACES = {
     "TrainState": "training.step",
     "Trained": "training.trained",
     "apply_model": "nn.model",
+    "calibrate": "nn.calibration",
     "class_lengths": "nn.model",
     "class_probabilities": "nn.model",
     "count_parameters": "nn.model",
@@ -57,6 +60,7 @@ _PLACES = {
     "lengths": "nn.capsules",
     "load_trained": "training.trained",
     "make_train_step": "training.step",
+    "whiten": "nn.calibration",
 }
 __all__ = list(_PLACES)
 

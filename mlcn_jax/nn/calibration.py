@@ -93,7 +93,7 @@ def fold_statistics(spec: ModelSpec, params: dict) -> dict:
             if resnet.STATISTICS not in encoder[group.name]:
                 raise InputError(
                     f"{group.name} has no statistics for evaluation: calibrate the model on training images first "
-                    "(mlcn_jax.nn.calibration.calibrate); trained workdirs have them"
+                    "(mlcn_jax.calibrate); trained workdirs have them"
                 )
             encoder[group.name] = resnet.fold(encoder[group.name])
     return {**params, "encoder": encoder}

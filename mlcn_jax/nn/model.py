@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules, conv, losses, tracing
+from mlcn_jax.nn import capsules, conv, losses, resnet, tracing
 from mlcn_jax.nn.lanes import (
     ConvParams,
     apply_group,
@@ -231,15 +231,16 @@ def apply_model(
     images: Float[Array, "batch h w channels"],
     classes: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
-    """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions.
+    """Class capsules and reconstructions of images, each by itself.
 
     Args:
-      spec, params: the model.
+      spec: the model.
+      params: its parameters; those of residual lanes after `calibrate`.
       images: pixels in [0, 1], in the model's `image_shape`.
       classes: those whose capsules are decoded; None takes the longest capsule of each image.
 
     Raises:
-      InputError: the images have another shape, or are integers.
+      InputError: the images have another shape, or are integers; or residual lanes have no statistics.
     """
     is_integer = jnp.issubdtype(images.dtype, jnp.integer)
     if is_integer or images.shape[1:] != spec.image_shape:
@@ -248,6 +249,13 @@ def apply_model(
         raise InputError(
             f"images are {images.dtype} {list(images.shape)}; expected pixels in [0, 1], as float [{expected}]: {cure}"
         )
+    for group in spec.lane_groups:
+        if group.kind.normalises and not {resnet.STATISTICS, resnet.FOLDED} & params["encoder"][group.name].keys():
+            raise InputError(
+                f"{group.name} has no statistics for evaluation, without which an image's answer depends on the others "
+                "of its batch: give the parameters that mlcn_jax.calibrate(spec, params, images) returns, with batches "
+                "of training images"
+            )
     return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 

@@ -37,25 +37,27 @@ class Answer:
         self.lost: list[dict[str, str]] = [{} for _ in range(count)]
 
     def add(self, tier: str, which: Sequence[int], sums: Float[np.ndarray, "some classes"]) -> None:
-        """Adds a tier's part for some images; for each image, a tier counts only once."""
+        """Adds a tier's part for some images, unless it has been added already or the image's answer is final."""
         for image, own in zip(which, sums, strict=True):
-            if tier not in self.heard[image]:
+            if tier not in self.heard[image] and not self._is_final(image):
                 self.sums[image] += own
                 self.heard[image] |= {tier}
                 self.tier[image] = tier
 
     def lose(self, tier: str, which: Sequence[int], why: str) -> None:
         """Records why a tier did not answer for some images; what others have settled meanwhile, it has not lost."""
-        final = self.final
         for image in which:
-            if not final[image]:
+            if not self._is_final(image):
                 self.lost[image][tier] = why
 
     @property
     def final(self) -> Bool[np.ndarray, " n"]:
         """Whether each image's answer is final."""
-        pairs = zip(self.sums, self.heard, strict=True)
-        return np.array([self._policy.is_final(own[None], heard)[0] for own, heard in pairs], bool)
+        return np.array([self._is_final(image) for image in range(len(self.heard))], bool)
+
+    def _is_final(self, image: int) -> bool:
+        heard = self.heard[image]
+        return bool(heard) and bool(self._policy.is_final(self.sums[image][None], heard)[0])
 
     def probabilities(self, image: int) -> np.ndarray:
         """Probability of each class for an image."""

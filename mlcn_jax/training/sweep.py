@@ -11,7 +11,7 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Damaged, Diverged, InputError
-from mlcn_jax.files import check_workdir, make_folder, markdown, read_json, write_json
+from mlcn_jax.files import check_workdir, hold, markdown, read_json, write_json
 from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.training.loop import train
 
@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _SEED = "train.seed"
 _SPLITS = ("validation", "test")  # points are ranked by the first of these that was scored
 _SCORES = tuple(f"{split}_{score}" for split in _SPLITS for score in ("accuracy", "loss"))
+_LONGEST_NAME, _SHORTENED = 255, 150  # bytes of a folder's name
 _COLUMNS = (*_SCORES, "images_per_second", "parameters", "steps")
 
 
@@ -35,8 +36,8 @@ def parse_grid(text: str) -> dict[str, list[str]]:
         choices = next(csv.reader([values], skipinitialspace=True), [])
         if not equals or not all(choices) or not choices:
             raise InputError(
-                f"--sweep: {part.strip()!r} is not FIELD=VALUE,VALUE; separate fields with semicolons, such as "
-                "'train.learning_rate=1e-3,3e-4;train.seed=0,1,2'"
+                f"--sweep: {part.strip()!r} is not FIELD=VALUE,VALUE with no value empty; separate fields with "
+                "semicolons, such as 'train.learning_rate=1e-3,3e-4;train.seed=0,1,2'"
             )
         if field.strip() in grid:
             raise InputError(f"--sweep: {field.strip()} is given twice; give all its values in one list")
@@ -58,7 +59,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
 
     Raises:
       InputError: the grid cannot be read, names a field that does not exist, or the workdir cannot be written to or
-        hold checkpoints.
+        hold checkpoints, or another process is using it.
     """
     check_workdir(workdir)
     grid = parse_grid(text)
@@ -66,28 +67,28 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
     configs = [config.replace(point) for point in points]  # all are read before the first is run
     if any(each.parallel.processes != 1 for each in configs):
         raise InputError("a sweep runs in one process: leave parallel.processes at 1")
-    make_folder(workdir, "workdir")
-    rows: list[dict[str, Any]] = []
-    before = _rows_before(workdir / "sweep.json")
-    for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
-        folder = _folder(workdir, point)
-        _log.info("point %d of %d: %s", i, len(points), folder.name)
-        row: dict[str, Any] = {**point, "workdir": str(folder)}
-        try:
-            summary = train(point_config, folder)
-            row |= {name: summary[name] for name in _COLUMNS if name in summary}
-        except (InputError, Diverged, MemoryError, RuntimeError) as error:
-            row["error"] = lack_of_memory(error) or str(error)
-            if isinstance(error, RuntimeError) and not lack_of_memory(error):
-                raise
-            _log.error("point %d failed: %s", i, row["error"])
-        rows.append(row)
-        later = [str(_folder(workdir, point)) for point in points[i:]]
-        known = rows + [before[folder] for folder in later if folder in before]
-        write_json(
-            workdir / "sweep.json",
-            {"rows": known, "ranked_by": _ranked_by(known), "seeds": over_seeds(known), **host.environment()},
-        )
+    with hold(workdir):
+        rows: list[dict[str, Any]] = []
+        before = _rows_before(workdir / "sweep.json")
+        for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
+            folder = _folder(workdir, point)
+            _log.info("point %d of %d: %s", i, len(points), folder.name)
+            row: dict[str, Any] = {**point, "workdir": str(folder)}
+            try:
+                summary = train(point_config, folder)
+                row |= {name: summary[name] for name in _COLUMNS if name in summary}
+            except (InputError, Diverged, MemoryError, RuntimeError) as error:
+                row["error"] = lack_of_memory(error) or str(error)
+                if isinstance(error, RuntimeError) and not lack_of_memory(error):
+                    raise
+                _log.error("point %d failed: %s", i, row["error"])
+            rows.append(row)
+            later = [str(_folder(workdir, point)) for point in points[i:]]
+            known = rows + [before[folder] for folder in later if folder in before]
+            write_json(
+                workdir / "sweep.json",
+                {"rows": known, "ranked_by": _ranked_by(known), "seeds": over_seeds(known), **host.environment()},
+            )
     return rows
 
 
@@ -102,8 +103,12 @@ def _rows_before(path: Path) -> dict[str, dict[str, Any]]:
 def _folder(workdir: Path, point: dict[str, str]) -> Path:
     """The workdir of a point; its name has no comma, which other commands would treat as a separator."""
     names = [f"{field}={_safe(value)}" for field, value in point.items()]
+    name = "__".join(names)
+    if len(name.encode()) > _LONGEST_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        return workdir / f"{name.encode()[:_SHORTENED].decode(errors='ignore')}-{digest}"
     before = workdir / ",".join(names)  # as earlier versions named it
-    return before if before.is_dir() else workdir / "__".join(names)
+    return before if before.is_dir() else workdir / name
 
 
 def _safe(value: str) -> str:

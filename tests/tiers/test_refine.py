@@ -9,8 +9,8 @@ import numpy as np
 from test_policy import made
 
 from mlcn_jax.tiers.client import TierClient, TierLost
-from mlcn_jax.tiers.policy import Threshold, Tier
-from mlcn_jax.tiers.refine import refine
+from mlcn_jax.tiers.policy import Threshold, Tier, subsets
+from mlcn_jax.tiers.refine import Answer, refine
 
 NEVER = Threshold(None, 0.0, 0.0, 0.0)
 POLICY = made(
@@ -138,3 +138,19 @@ def test_nobody_is_asked_once_the_deadline_has_passed():
         assert not clients["edge"].is_worth_asking(1, -1)
 
     asyncio.run(check())
+
+
+def test_a_final_answer_stays_when_a_tier_that_was_asked_for_others_too_answers():
+    names = ("end", "edge", "fog", "cloud")
+    policy = made(
+        tiers=tuple(Tier(name, (lane,), 1.0, 10) for lane, name in enumerate(names)),
+        thresholds={"+".join(some): NEVER for some in subsets(names)} | {"end+edge": Threshold(0.3, 1.0, 0.0, 0.0)},
+    )
+    answer = Answer(policy, 2)
+    parts = {"end": [[0.6, 0.4, 0], [0.5, 0.5, 0]], "edge": [[1, 0, 0], [0.5, 0.5, 0]], "fog": [[0, 1, 0], [0.5, 0.5, 0]]}
+    for name, part in parts.items():
+        answer.add(name, range(2), np.array(part, np.float32))
+    assert answer.final.tolist() == [True, False]
+    assert answer.heard == [{"end", "edge"}, {"end", "edge", "fog"}]
+    assert answer.tier == ["edge", "fog"]
+    np.testing.assert_allclose(answer.sums, [[1.6, 0.4, 0], [1.5, 1.5, 0]])

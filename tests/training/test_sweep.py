@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mlcn_jax import files
 from mlcn_jax.errors import InputError
 from mlcn_jax.training import sweep
 
@@ -64,6 +65,23 @@ def trains_nothing(monkeypatch):
         return dict.fromkeys(("test_accuracy", "test_loss", "images_per_second", "parameters", "steps"), 0.0)
 
     monkeypatch.setattr(sweep, "train", train)
+
+
+def test_names_too_long_for_a_folder_are_shortened_and_stay_apart(tiny, tmp_path, monkeypatch):
+    trains_nothing(monkeypatch)
+    folders = [tmp_path / name / ("a" * 150) / "run" for name in "ab"]
+    rows = sweep.sweep(tiny, tmp_path, f'init_from="{folders[0]},{folders[0]}","{folders[1]},{folders[0]}"')
+    assert len({row["workdir"] for row in rows}) == 2
+    assert all(len(Path(row["workdir"]).name.encode()) <= 255 for row in rows)
+
+
+def test_two_sweeps_of_one_workdir_do_not_write_each_others_rows(tiny, tmp_path, monkeypatch):
+    trains_nothing(monkeypatch)
+    sweep.sweep(tiny, tmp_path, "train.seed=0,1")
+    before = (tmp_path / "sweep.json").read_bytes()
+    with files.hold(tmp_path), pytest.raises(InputError, match="another process is using"):
+        sweep.sweep(tiny, tmp_path, "train.seed=0,1")
+    assert (tmp_path / "sweep.json").read_bytes() == before
 
 
 def test_a_point_that_does_not_fit_the_memory_fails_alone(tiny, tmp_path, monkeypatch):
