@@ -3,7 +3,7 @@
     mlcn_jax precision --workdir=runs/mlcn2 --choose=fastest --max_accuracy_drop=0.2
     make precision WORKDIR=runs/mlcn2          # in a clone: in an environment of its own, .venv-onnx
 
-Needs jax2onnx, onnx, onnxruntime and the output of `mlcn_jax export`. jax2onnx needs an older orbax-checkpoint than
+Needs jax2onnx, onnx, onnxruntime, and a run's workdir with the output of `mlcn_jax export`. jax2onnx needs an older orbax-checkpoint than
 training does, so install it in a separate environment. Int8 is ONNX Runtime's static quantisation: weights with a
 scale per channel, activations calibrated on training images. Every lane is computed once in each precision, and the
 accuracy of every mix follows exactly. The mix may lose --max_accuracy_drop points on the validation images, or, if the

@@ -10,6 +10,7 @@ from jaxtyping import Int32, UInt8
 from PIL import Image
 from tqdm import tqdm
 
+from mlcn_jax import host
 from mlcn_jax.data.images import SUFFIXES, upright
 from mlcn_jax.errors import InputError
 
@@ -44,6 +45,7 @@ def read_folder(
         raise InputError(
             f"{train_root} has too few class folders ({', '.join(class_names) or 'none'}); "
             "expected at least 2 with images in them, such as FOLDER/cat/1.png and FOLDER/dog/1.png."
+            + ("" if train_root == root else " If train is a class, move the folders in it away.")
         )
     if wrong := [name for name in class_names if any("\ud800" <= c <= "\udfff" for c in name)]:
         raise InputError(f"{train_root} has the class folder {wrong[0]!r}, whose name is not UTF-8: rename it.")
@@ -51,13 +53,17 @@ def read_folder(
     if train_root != root:
         _check_test(root, test_root)
     test = _list_images(test_root, class_names) if train_root != root and _folders(test_root) else []
+    count = len(train + test)
+    too_large = InputError(
+        f"the {count:,} images of {root} at {size} pixels do not fit this machine's memory: give a smaller "
+        "--config.data.image_size, or fewer images."
+    )
+    if 2 * count * size**2 > host.machine_memory_bytes():  # where Linux would kill the process
+        raise too_large
     try:
         images = _read_images([path for path, _ in train + test], size)
     except (MemoryError, OverflowError) as error:  # the latter above 2**31 pixels
-        raise InputError(
-            f"the {len(train + test):,} images of {root} at {size} pixels do not fit this machine's memory: give a "
-            "smaller --config.data.image_size, or fewer images."
-        ) from error
+        raise too_large from error
     labels = np.array([label for _, label in train + test], np.int32)
     return images, labels, len(train) if test else None, class_names
 

@@ -62,6 +62,7 @@ def upright(source: Path | bytes) -> Image.Image:
         raise InputError(f"it cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
     if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image.info.pop("transparency", None)  # of a palette, about which Pillow warns
     return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 

@@ -207,8 +207,8 @@ def _in_json(body: bytes, most: int) -> _Images:
     found: list[bytes | str] = []
     for image in images:
         try:
-            found.append(base64.b64decode(image, validate=True))
-        except (ValueError, TypeError):
+            found.append(base64.b64decode("".join(image.split()), validate=True))  # MIME's has line breaks
+        except (ValueError, AttributeError):
             found.append("it is not base64")
     return found, top
 

@@ -146,6 +146,15 @@ def test_folder_with_an_empty_class(tmp_path):
         datasets.load("folder", directory=str(tmp_path))
 
 
+def test_images_that_cannot_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    image_folder(tmp_path, {"a": 2, "b": 2})
+    monkeypatch.setattr(folder.host, "machine_memory_bytes", lambda: 2 * 4 * 20**2)
+    datasets.load("folder", directory=str(tmp_path), image_size=20)
+    monkeypatch.setattr(folder, "_read_images", None)
+    with pytest.raises(InputError, match=r"the 4 images of .* at 21 pixels do not fit this machine's memory"):
+        datasets.load("folder", directory=str(tmp_path), image_size=21)
+
+
 def test_unreadable_images_are_counted_and_named(tmp_path):
     image_folder(tmp_path, {"a": 6, "b": 2})
     for i in range(4):

@@ -100,6 +100,16 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))
 
 
+def test_a_palette_with_transparency_is_read_without_a_warning(tmp_path, gradient):
+    palette = Image.fromarray(gradient).convert("RGB").quantize(64)
+    palette.save(tmp_path / "opaque.png")
+    palette.save(tmp_path / "some.png", transparency=bytes(range(64)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = [np.asarray(images.upright(tmp_path / name)) for name in ("opaque.png", "some.png")]
+    np.testing.assert_array_equal(*read)
+
+
 def test_pillows_warning_is_silenced_once():
     with warnings.catch_warnings(record=True) as shown:
         warnings.resetwarnings()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -193,6 +194,9 @@ def test_on_accelerators_the_check_does_not_compare_with_rounded_products(monkey
         script.check(model, None, images)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert script.check(model, None, images)["random"] < 1e-5
+    monkeypatch.setattr(script, "open_onnx", lambda *args: lambda some: exact(some).at[1:].set(jnp.nan))
+    with pytest.raises(RuntimeError, match="differs from the model by nan"):  # not in the first batch, of one image
+        script.check(model, None, images)
 
 
 def test_images_of_another_shape_are_refused_before_the_conversion(copied, monkeypatch):

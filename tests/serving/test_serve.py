@@ -1,5 +1,6 @@
 """The HTTP server: answers, batches, limits, hostile clients and its end."""
 
+import base64
 import concurrent.futures
 import contextlib
 import http.client
@@ -196,6 +197,9 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(server, pictur
         status, answer = server.ask("POST", "/predict", body, RAW)
         assert status == 400
         assert answer["predictions"][0]["error"]
+    broken = base64.encodebytes(pictures[1]).decode()
+    status, answer = server.ask("POST", "/predict", json.dumps({"images": [broken]}), JSON)
+    check(answer["predictions"], pictures[1:2], model)
     status, answer = server.ask("POST", "/predict", json.dumps({"images": ["?", 3]}), JSON)
     assert (status, answer["predictions"]) == (400, [{"error": "it is not base64"}] * 2)
 
