@@ -115,7 +115,8 @@ def distillation_steps() -> str:
             rows.append([ways[way], images, f"{1000 * value:.0f}", f"{value / alone:.2f}"])
     what = f"teacher `{result['teacher']}`, student `{result['lanes']}`, batch {result['batch']}"
     epochs = result["epochs_until_kept_is_faster"]
-    text = f"Keeping them is faster from {epochs:.1f} epochs on." if epochs else "Keeping them is not faster."
+    kept = "Keeping the teacher's outputs"
+    text = f"{kept} saves time in trainings of {epochs:.1f} epochs or more." if epochs else f"{kept} saves no time."
     if epochs:
         text += " With `data.alternate_flips` there are twice as many, so it takes twice as many epochs."
     table = table_of("a step with | images | ms | times a step on labels alone", rows)

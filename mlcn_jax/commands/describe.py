@@ -36,7 +36,7 @@ def define(values: flags.FlagValues) -> None:
     text = "Latency of the link between devices; by default that of the profile."
     flags.DEFINE_float("latency_seconds", None, text, lower_bound=0.0, flag_values=values)
     flags.DEFINE_float("bytes_per_second", None, "Bandwidth of that link.", lower_bound=0.0, flag_values=values)
-    flags.DEFINE_integer("devices", 64, "Maximum number of devices.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("devices", 64, "Largest number of devices in the tables.", lower_bound=1, flag_values=values)
     text = (
         "Memory of a device in GiB: also says whether a training step fits, and what makes it fit; 0 is this machine's."
     )

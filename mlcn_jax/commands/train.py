@@ -62,8 +62,8 @@ def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
     spreads = summary.get("lane_spreads", [])  # older versions did not write it
     if silent := sum(spread < evaluate.ALIVE for spread in spreads):
         print(
-            f"{silent} of {len(spreads)} lanes give the same output for every image (lane_spreads in summary.json); "
-            f"measure what they are worth: {program()} prune --workdir={shlex.quote(str(workdir))}"
+            f"{silent} of {len(spreads)} lanes give nearly the same output for every image (lane_spreads in "
+            f"summary.json); measure what they are worth: {program()} prune --workdir={shlex.quote(str(workdir))}"
         )
     for what, name in (
         ("model", "checkpoints"),

@@ -208,6 +208,6 @@ _MOVES = frozenset(
         *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "split"),
         *("dynamic_update_slice", "concatenate", "pad", "rev", "gather", "copy", "copy_p", "iota", "device_put"),
         *("convert_element_type", "bitcast_convert_type", "reduce_precision", "optimization_barrier", "stop_gradient"),
-        *("pcast", "pvary", "sharding_constraint", "full", "empty"),
+        *("pcast", "pvary", "sharding_constraint", "full", "empty", "stack", "unstack", "tile", "name"),
     )
 )

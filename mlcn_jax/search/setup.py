@@ -99,7 +99,8 @@ def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
 
 def storage_url(settings: SearchSettings, workdir: Path) -> str:
     """The database of a search: the one that is given, or a file in its workdir."""
-    return settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
+    path = str(workdir.resolve() / "search.db").replace("%", "%25")  # what follows one is decoded
+    return settings.storage or f"sqlite:///{path}"
 
 
 def open_search(

@@ -59,7 +59,7 @@ class Space:
             raise NoLaneFits(
                 f"search.devices: not even the smallest lane, {menu[smallest]}, fits any device:\n"
                 + "\n".join(rows)
-                + "\ngive larger budgets or a smaller batch"
+                + "\ngive larger budgets or a smaller batch (the decoder has its share of the first device)"
             )
 
     def draw(self, rng: random.Random, start: Mix = (), weights: Sequence[float] = ()) -> Mix:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 
 from mlcn_jax.placement import bounds
 from mlcn_jax.placement.simulate import Cluster, Link, collective_seconds
@@ -37,6 +38,8 @@ def test_what_only_moves_values_takes_nothing():
     found = work_of(
         lambda x: jnp.concatenate([x.T.reshape(-1), jnp.zeros(3)])[2:].astype(jnp.bfloat16), jnp.ones((4, 5))
     )
+    assert (found.work, found.depth) == (0, 0)
+    found = work_of(lambda x: checkpoint_name(jnp.tile(jnp.stack(jnp.unstack(x)[::-1]), 2), "kept"), jnp.ones((4, 5)))
     assert (found.work, found.depth) == (0, 0)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import random
 import runpy
 from types import SimpleNamespace
@@ -76,6 +77,14 @@ def test_a_training_run_is_not_written_over(tmp_path, name):
     with pytest.raises(InputError, match=f"holds a training run .{name}., not a search: give another --workdir"):
         run(*make_config(), tmp_path)
     assert not (tmp_path / "search.db").exists()
+
+
+def test_the_database_is_in_the_workdir_whatever_its_name(tmp_path):
+    folder = tmp_path / "a%20b #é"
+    folder.mkdir()
+    setup.open_search(*make_config(), folder, create=True)
+    assert (folder / "search.db").is_file()
+    assert os.listdir(tmp_path) == [folder.name]
 
 
 def test_a_search_does_not_go_on_with_another_rounding(tmp_path):

@@ -147,9 +147,8 @@ def test_a_final_answer_stays_when_a_tier_that_was_asked_for_others_too_answers(
         thresholds={"+".join(some): NEVER for some in subsets(names)} | {"end+edge": Threshold(0.3, 1.0, 0.0, 0.0)},
     )
     answer = Answer(policy, 2)
-    parts = {"end": [[0.6, 0.4, 0], [0.5, 0.5, 0]], "edge": [[1, 0, 0], [0.5, 0.5, 0]], "fog": [[0, 1, 0], [0.5, 0.5, 0]]}
-    for name, part in parts.items():
-        answer.add(name, range(2), np.array(part, np.float32))
+    for name, part in {"end": [0.6, 0.4, 0], "edge": [1, 0, 0], "fog": [0, 1, 0]}.items():
+        answer.add(name, range(2), np.array([part, [0.5, 0.5, 0]], np.float32))
     assert answer.final.tolist() == [True, False]
     assert answer.heard == [{"end", "edge"}, {"end", "edge", "fog"}]
     assert answer.tier == ["edge", "fog"]
