@@ -311,7 +311,7 @@ def _norm_group(parts: Sequence[Part]) -> int:
     normalise = [each for each in parts if each.trained.spec.normalises]
     group, settings = (normalise or parts)[0].trained.spec.norm_group, parts[0].config.train
     part = settings.batch_size // settings.accumulation_steps
-    if not normalise or part <= group:
+    if not normalise or (part <= group and settings.accumulation_steps == 1):
         return group
     return max(size for size in range(1, group + 1) if part % size == 0)
 

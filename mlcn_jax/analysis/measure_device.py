@@ -211,6 +211,8 @@ def fitted_lanes(image_shape: tuple[int, int, int]) -> list[tuple[lanes.LaneGrou
         for batch_size in BATCH_SIZES
     ]
     many = max(*BATCH_SIZES, min(500, _MANY_PIXELS // math.prod(image_shape[:2])))
+    whole = lanes.LaneSettings.norm_group
+    many -= many % whole if many > whole else 0  # whole groups
     return both + [(group, many) for group in parse_lanes(_LANES_OF_MANY)]
 
 

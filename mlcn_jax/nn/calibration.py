@@ -58,8 +58,15 @@ def calibrate(spec: ModelSpec, params: dict, images: Sequence[Float[Array, "batc
       params: parameters without statistics.
       images: batches of training images, pixels in [0, 1], each of whole groups of `spec.norm_group`.
 
+    Raises:
+      InputError: lanes normalise, but there are no images.
+
     Source: Wu and Johnson 2021, arXiv 2105.07576, "precise" batch normalisation.
     """
+    if not spec.normalises:
+        return params
+    if not len(images):
+        raise InputError("images is empty: give one or more batches of training images")
     parts = [group_statistics(spec, params["encoder"], batch) for batch in images]
     return with_statistics(params, join_statistics(parts))
 

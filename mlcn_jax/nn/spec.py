@@ -83,14 +83,14 @@ class ModelSpec:
 
     def __post_init__(self):
         for field in ("image_shape", "decoder", "lane_weights", "lane_seeds"):
-            if isinstance(value := getattr(self, field), list):  # which cannot be hashed
-                object.__setattr__(self, field, tuple(value))
+            value = getattr(self, field)
+            if isinstance(value, (list, tuple, np.ndarray)):  # as what can be hashed, and written as JSON
+                plain = (one.item() if isinstance(one, np.generic) else one for one in value)
+                object.__setattr__(self, field, tuple(plain))
+        if isinstance(self.num_classes, np.integer):
+            object.__setattr__(self, "num_classes", int(self.num_classes))
         shape = self.image_shape
-        if not (
-            isinstance(shape, tuple)
-            and len(shape) == 3
-            and all(isinstance(n, (int, np.integer)) and n > 0 for n in shape)
-        ):
+        if not (isinstance(shape, tuple) and len(shape) == 3 and all(isinstance(n, int) and n > 0 for n in shape)):
             raise InputError(f"image_shape is {shape!r}; it must be height, width and channels, such as (28, 28, 1)")
         for field, known in (
             ("name", MODELS),

@@ -27,6 +27,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, onnx
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
+from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_settings
 from mlcn_jax.training.teacher import TEACHERS, stored_digests
@@ -270,18 +271,23 @@ def test_a_joined_model_has_settings_that_it_can_be_trained_with():
     assert kept.train.rounds == RoundSettings(), "or neither train nor rounds would take the workdir"
 
 
-@pytest.mark.parametrize(("batch", "group", "expected"), [(128, 125, 64), (100, 125, 125), (500, 125, 125), (12, 3, 3)])
-def test_images_that_a_joined_model_normalises_together_fit_the_batches_of_the_first_run(batch, group, expected):
-    def part(lanes, batch, group):
+@pytest.mark.parametrize(
+    ("batch", "parts", "group", "expected"),
+    [(128, 1, 125, 64), (100, 1, 125, 125), (500, 1, 125, 125), (12, 1, 3, 3), (100, 2, 125, 50), (12, 2, 4, 3)],
+)
+def test_images_that_a_joined_model_normalises_together_fit_the_batches_of_the_first_run(batch, parts, group, expected):
+    def part(lanes, batch, group, steps=1):
         changes = {"model.lanes": lanes, "train.batch_size": batch, "model.norm_group": group}
+        changes["train.accumulation_steps"] = steps
         config = RunConfig().replace(APART | {"model.lane_seeds": "0", "model.decoder_gradient": "auto"} | changes)
         return SimpleNamespace(config=config, trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
 
-    parts = [part("mlcn1:w1", batch, 7), part("resnet:w1", 2 * group, group)]
+    runs = [part("mlcn1:w1", batch, 7, parts), part("resnet:w1", 2 * group, group)]
     lanes = [join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("mlcn1", "resnet"))]
-    spec, _ = join_lib.joined_spec(parts, lanes)
-    joined = join_lib.joined_config(parts[0].config, spec)
+    spec, _ = join_lib.joined_spec(runs, lanes)
+    joined = join_lib.joined_config(runs[0].config, spec)
     check_settings(joined, spec)
+    check_parts(spec, batch, 1, parts)
     assert joined.model["norm_group"] == spec.norm_group == expected
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from mlcn_jax.analysis import measure_device, measure_machine
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.nn.lanes import LaneSettings, LaneSpec
+from mlcn_jax.nn.resnet import num_groups
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import log_size
 
@@ -39,6 +40,9 @@ def test_layers_of_the_recipes_are_like_measured_ones_of_the_same_algorithm():
         for name, size in sizes(LaneSpec("resnet", width, 2), 500):
             assert min(abs(size - own) for of, own in known if of == name) < 0.75, (width, name, size)
     assert {batch_size for _, batch_size in measure_device.fitted_lanes((96, 96, 3))} == {50, 100}
+    for size in (17, 33, 48, 63, 64):
+        for group, batch_size in measure_device.fitted_lanes((size, size, 3)):
+            assert not group.kind.normalises or num_groups(batch_size, group_size=LaneSettings.norm_group)
 
 
 def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest_in_each_step():

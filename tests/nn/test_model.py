@@ -245,9 +245,12 @@ def test_images_of_another_shape_or_range_are_refused(images, found, cure):
         model.apply_model(SMALL, {}, images)
 
 
-def test_lists_may_be_given_for_tuples():
-    spec = ModelSpec("mlcn", [18, 18, 1], 3, SMALL.lanes, decoder=[6, 5], lane_weights=[1.0, 0.5, 2.0])
-    assert spec == dataclasses.replace(SMALL, lane_weights=(1.0, 0.5, 2.0))
+@pytest.mark.parametrize("sequence", [list, np.array])
+def test_lists_and_numbers_of_numpy_may_be_given(sequence):
+    own = {"decoder": sequence([6, 5]), "lane_weights": sequence([1.0, 0.5, 2.0])}
+    spec = ModelSpec("mlcn", sequence([18, 18, 1]), sequence([3])[0], SMALL.lanes, **own)
+    expected = dataclasses.replace(SMALL, lane_weights=(1.0, 0.5, 2.0))
+    assert (spec, hash(spec), spec.digest) == (expected, hash(expected), expected.digest)
     assert hash(spec) == hash(dataclasses.replace(SMALL, lane_weights=(1.0, 0.5, 2.0)))
 
 

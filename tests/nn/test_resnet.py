@@ -188,6 +188,18 @@ def test_calibrated_lanes_see_each_image_alone_and_folding_changes_nothing(param
     assert jax.tree.structure(calibration.without_statistics(calibrated)) == jax.tree.structure(params)
     with pytest.raises(InputError, match="resnet_w1d3 has no statistics"):
         calibration.fold_statistics(SPEC, params)
+    with pytest.raises(InputError, match="images is empty"):
+        calibration.calibrate(SPEC, params, [])
+
+
+def test_lanes_without_statistics_do_not_classify_by_the_other_images_of_a_batch(params, images):
+    with pytest.raises(InputError, match=r"resnet_w1d3 has no statistics.*mlcn_jax\.calibrate"):
+        model.apply_model(SPEC, params, images)
+    calibrated = calibration.calibrate(SPEC, params, [images])
+    v, _ = model.apply_model(SPEC, calibrated, images)
+    np.testing.assert_allclose(v, encode(SPEC, calibrated["encoder"], images), atol=1e-6)
+    folded, _ = model.apply_model(SPEC, calibration.fold_statistics(SPEC, calibrated), images)
+    np.testing.assert_allclose(folded, v, atol=1e-5)
 
 
 def test_with_the_statistics_of_one_group_evaluation_equals_training(params, images):
