@@ -3,12 +3,13 @@
     mlcn_jax precision --workdir=runs/mlcn2 --choose=fastest --max_accuracy_drop=0.2
     make precision WORKDIR=runs/mlcn2          # in a clone: in an environment of its own, .venv-onnx
 
-Needs jax2onnx, onnx, onnxruntime, and a run's workdir with the output of `mlcn_jax export`. jax2onnx needs an older orbax-checkpoint than
-training does, so install it in a separate environment. Int8 is ONNX Runtime's static quantisation: weights with a
-scale per channel, activations calibrated on training images. Every lane is computed once in each precision, and the
-accuracy of every mix follows exactly. The mix may lose --max_accuracy_drop points on the validation images, or, if the
-run has none, on 5,000 of its training images. Test accuracy is reported but decides nothing. For the fastest, the mix
-of the individually fastest lanes, and all lanes in one form, are timed as whole models.
+Needs jax2onnx, onnx, onnxruntime, and a run's workdir with the output of `mlcn_jax export`. jax2onnx needs an older
+orbax-checkpoint than training does, so install it in a separate environment. Int8 is ONNX Runtime's static
+quantisation: weights with a scale per channel, activations calibrated on training images. Every lane is computed once
+in each precision, and the accuracy of every mix follows exactly. The mix may lose --max_accuracy_drop points on the
+validation images, or, if the run has none, on 5,000 of its training images. Test accuracy is reported but decides
+nothing. For the fastest, the mix of the individually fastest lanes, and all lanes in one form, are timed as whole
+models.
 
 Prints a table of lanes and precisions: bytes of the weights, milliseconds per batch on this machine, and the accuracy
 of the lane alone. Writes to `WORKDIR/precision`: `precision.json`, and the folder `export`, which predict, serve and
