@@ -107,8 +107,10 @@ class _SeparableParams(nn.Module):
         return kernel.astype(self.dtype), bias.astype(self.dtype)
 
 
-for _name, _compute in {"mlcn1": _mlcn1, "mlcn2": _mlcn2}.items():
-    LANE_KINDS.setdefault(f"{_name}_code", LaneKind(_compute, min_size=17, capsule_dim=CAPSULE_DIM))
+def add_kinds() -> None:
+    """Adds the layers of the public code as the lane kinds `mlcn1_code` and `mlcn2_code`."""
+    for name, compute in {"mlcn1": _mlcn1, "mlcn2": _mlcn2}.items():
+        LANE_KINDS.setdefault(f"{name}_code", LaneKind(compute, min_size=17, capsule_dim=CAPSULE_DIM))
 
 
 def define(values: flags.FlagValues) -> None:
@@ -138,6 +140,7 @@ def run(request: Request, *, parts: Sequence[str]) -> int:
 
 def configure_run(directories: Mapping[str, str], part: str, seed: int) -> RunConfig:
     """The run of a part and a seed; the test set is also scored after each epoch."""
+    add_kinds()
     config = configure(ROWS[PARTS[part]].config, f"{part}_code:w4*4", directories)
     return config.replace({"train.seed": seed, "train.test_every_epoch": True})
 

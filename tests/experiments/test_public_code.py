@@ -9,9 +9,24 @@ from made_records import PLACE
 
 from experiments import public_code
 from mlcn_jax.files import write_json
-from mlcn_jax.nn.lanes import Lane, LaneSettings, LaneSpec
+from mlcn_jax.nn.lanes import LANE_KINDS, Lane, LaneSettings, LaneSpec
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
+
+
+KINDS = tuple(LANE_KINDS)  # after the import of the experiment, which other programs read results with
+
+
+@pytest.fixture(autouse=True)
+def kinds():
+    public_code.add_kinds()
+    yield
+    for kind in set(LANE_KINDS) - set(KINDS):
+        del LANE_KINDS[kind]
+
+
+def test_reading_results_adds_no_kind_of_lane():
+    assert not [kind for kind in KINDS if kind.endswith("_code")]
 
 
 def shapes_of(kind):
