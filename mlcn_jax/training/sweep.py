@@ -11,7 +11,7 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Damaged, Diverged, InputError
-from mlcn_jax.files import check_workdir, hold, markdown, read_json, write_json
+from mlcn_jax.files import hold, markdown, read_json, write_json
 from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.training.loop import train
 
@@ -61,7 +61,6 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
       InputError: the grid cannot be read, names a field that does not exist, or the workdir cannot be written to or
         hold checkpoints, or another process is using it.
     """
-    check_workdir(workdir)
     grid = parse_grid(text)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     configs = [config.replace(point) for point in points]  # all are read before the first is run
