@@ -42,7 +42,7 @@ if [[ $parts == *" recipes "* ]]; then
   measure experiments.residual_lanes --workdir="$runs" "${images[@]}" --repeats=3
   long=trial_cifar_long
   measure experiments.residual_lanes --workdir="${runs}_trials" "${images[@]}" \
-    --rows="${long}_w4d3,${long}_w6_shift,${long}_w6_between,${long}_w6d3_between"
+    --rows="${long}_w4d3,${long}_w6_shift,${long}_w6_between,${long}_w6d3_between,${long}_w6_sgd,${long}_w6_lower_rate"
   measure experiments.residual_lanes --workdir="$runs" "${images[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
 fi
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -100,6 +100,10 @@ TRIALS = {
     "trial_cifar_long_w6_weaker": Row(*_ONE_LONG, "resnet:w6d2*1", 34),
     "trial_cifar_long_w6_shift": Row(*_ONE_LONG, "resnet:w6d2*1", 34, {"data.max_shift": 4}),
     "trial_cifar_long_w6_between": Row(*_ONE_LONG, "resnet:w6d2*1", 34, {"data.cutout": 6, "data.max_shift": 3}),
+    "trial_cifar_long_w6_sgd": Row(
+        *_ONE_LONG, "resnet:w6d2*1", 34, {"train.optimizer": "sgd", "train.learning_rate": 0.7}
+    ),
+    "trial_cifar_long_w6_lower_rate": Row(*_ONE_LONG, "resnet:w6d2*1", 34, {"train.learning_rate": 0.06}),
     "trial_cifar_long_w6d3_between": Row(*_ONE_LONG, "resnet:w6d3*1", 24, {"data.cutout": 6, "data.max_shift": 3}),
     "trial_cifar_long_w8": Row(*_ONE_LONG, "resnet:w8d2*1", 19, _STRONGER),
     "trial_cifar_long_w8_weaker": Row(*_ONE_LONG, "resnet:w8d2*1", 19),
