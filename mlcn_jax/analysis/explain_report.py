@@ -15,6 +15,7 @@ from mlcn_jax.files import make_folder, markdown, write_figure, write_json
 
 _log = logging.getLogger(__name__)
 
+MOST_IMAGES = 100  # that are drawn, which takes about a second each
 _TILE_INCHES = 0.6
 _TITLES = {
     "pixel_change_per_unit": "pixels,\nper unit added",
@@ -39,7 +40,7 @@ def explain_run(
     if wrong:
         raise InputError(f"--images: there is no test image {wrong[0]}; they are numbered 0 to {len(test.labels) - 1}")
     make_folder(output, "output")
-    indices = indices or explain.first_correct(spec, params, test)
+    indices = indices or explain.first_correct(spec, params, test)[:MOST_IMAGES]
     if not indices:
         raise InputError("no test image is classified correctly: choose images with --images=0,1,2")
 

@@ -16,14 +16,12 @@ from absl import flags
 from mlcn_jax.commands import arguments
 from mlcn_jax.errors import InputError
 
-_MOST_IMAGES = 100
-
 
 def define(values: flags.FlagValues) -> None:
     arguments.define_reading(values)
     text = "Folder for pictures and JSON; default: WORKDIR/explain, or explain-digits for the packaged digits."
     flags.DEFINE_string("output", "", text, flag_values=values)
-    text = "Indices of test images; if empty, the first correctly classified one of each class."
+    text = "Indices of test images; if empty, the first correctly classified one of each class, of at most 100 classes."
     flags.DEFINE_string("images", "", text, flag_values=values)
     text = "Number of test images, evenly spaced, used to rank the lanes."
     flags.DEFINE_integer("num_ranked", 500, text, lower_bound=1, flag_values=values)
@@ -33,12 +31,12 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("explain", __doc__, define, argv)
     workdir = arguments.given_workdir(values)
     numbers = read_numbers(values.images)
-    if len(numbers) > _MOST_IMAGES:
-        raise InputError(f"--images has {len(numbers)} numbers; at most {_MOST_IMAGES} are drawn")
 
     from mlcn_jax import host, pretrained
-    from mlcn_jax.analysis.explain_report import explain_run, table
+    from mlcn_jax.analysis.explain_report import MOST_IMAGES, explain_run, table
 
+    if len(numbers) > MOST_IMAGES:
+        raise InputError(f"--images has {len(numbers)} numbers; at most {MOST_IMAGES} are drawn")
     host.set_up_jax()
     output = pretrained.output_folder(values.output, workdir, "explain")
     results = explain_run(workdir, output, numbers, values.num_ranked, values.data_dir)
