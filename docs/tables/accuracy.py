@@ -23,6 +23,8 @@ from tables.parts import (
 
 
 def _table_4_1(columns: Sequence[str], differences: bool) -> str:
+    from experiments.published_rows import columns_of
+
     result = experiment("table_4_1_full")
     rows = []
     for row in result["rows"]:
@@ -30,6 +32,8 @@ def _table_4_1(columns: Sequence[str], differences: bool) -> str:
             continue
         cells = [
             accuracy_text(row["accuracy"].get(column)) + (verdict(row["difference"].get(column)) if differences else "")
+            if column in columns_of(row["row"])
+            else "-"
             for column in columns
         ]
         rows.append([row_title(row["row"], result["runs"]), f"{row['published_accuracy']:.2f}", *cells])
