@@ -61,7 +61,11 @@ def test_train_evaluate_describe(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("known", "said"),
-    [({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes give nearly the same"), ({"lane_spreads": [0.3]}, ""), ({}, "")],
+    [
+        ({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes give nearly the same"),
+        ({"lane_spreads": [0.3]}, ""),
+        ({}, ""),
+    ],
 )
 def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
     train.print_summary(tmp_path, {"test_accuracy": 0.5, "test_loss": 1.0} | known)
