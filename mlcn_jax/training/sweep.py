@@ -72,16 +72,9 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
         for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
             folder = _folder(workdir, point)
             _log.info("point %d of %d: %s", i, len(points), folder.name)
-            row: dict[str, Any] = {**point, "workdir": str(folder)}
-            try:
-                summary = train(point_config, folder)
-                row |= {name: summary[name] for name in _COLUMNS if name in summary}
-            except (InputError, Diverged, MemoryError, RuntimeError) as error:
-                row["error"] = lack_of_memory(error) or str(error)
-                if isinstance(error, RuntimeError) and not lack_of_memory(error):
-                    raise
-                _log.error("point %d failed: %s", i, row["error"])
-            rows.append(row)
+            rows.append({**point, "workdir": str(folder), **_result(point_config, folder)})
+            if "error" in rows[-1]:
+                _log.error("point %d failed: %s", i, rows[-1]["error"])
             later = [str(_folder(workdir, point)) for point in points[i:]]
             known = rows + [before[folder] for folder in later if folder in before]
             write_json(
@@ -89,6 +82,17 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
                 {"rows": known, "ranked_by": _ranked_by(known), "seeds": over_seeds(known), **host.environment()},
             )
     return rows
+
+
+def _result(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """What a point's row says of its run: columns of its summary, or the `error` with which it failed."""
+    try:
+        summary = train(config, folder)
+    except (InputError, Diverged, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not lack_of_memory(error):
+            raise
+        return {"error": lack_of_memory(error) or str(error)}
+    return {name: summary[name] for name in _COLUMNS if name in summary}
 
 
 def _rows_before(path: Path) -> dict[str, dict[str, Any]]:
